@@ -1,0 +1,41 @@
+# Two commands a newcomer needs: `make train` and `make test`. Each does its own set-up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Tether needs Python 3.11-3.13; found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing Tether and what training needs into $(VENV) (once) ..."
+	$(PIP) --editable ".[llm]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@echo "Installing what the tests need into $(VENV) (once) ..."
+	$(PIP) --editable ".[llm,episodic,dev]"
+	@touch $@
+
+train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip, end in a report
+	$(BIN)/tether llm compare --config recipes/quickstart.yaml
+
+lint: $(VENV)/.test  ## style, types and the direction of dependencies
+	$(BIN)/ruff check src tests recipes examples benchmarks
+	$(BIN)/ruff format --check src tests recipes examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## everything CI runs
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+
+clean:  ## remove the environment and caches (never the runs)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,40 @@
+"""The exceptions and warnings Tether raises.
+
+Every error subclasses `TetherError` and the standard exception a caller would expect, so both
+``except tether.TetherError`` and ``except ValueError`` work. A message names the cause, the actual
+value and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class TetherError(Exception):
+    """Base of every error Tether raises on purpose."""
+
+
+class InvalidInputError(TetherError, ValueError):
+    """A tensor or argument that cannot be worked with: wrong shape, NaN, out of range."""
+
+
+class ConfigError(TetherError, ValueError):
+    """A setting, or a combination of settings, that is not supported or makes no sense."""
+
+
+class DataError(TetherError, ValueError):
+    """A dataset, or a row of one, that lacks what the task needs."""
+
+
+class CheckpointError(TetherError, RuntimeError):
+    """A checkpoint or run folder that is missing, damaged or belongs to something else."""
+
+
+class MissingDependencyError(TetherError, ImportError):
+    """An optional dependency is not installed; the message says which extra brings it."""
+
+
+class SimulationError(TetherError, RuntimeError):
+    """A simulator or one of its worker processes failed or returned something impossible."""
+
+
+class TetherWarning(UserWarning):
+    """Something is allowed but very likely not what the user meant."""
