@@ -1,0 +1,322 @@
+"""Token distributions on a few ids plus the mass of all others, and their projection.
+
+A vocabulary has 50k to 260k entries, of which few matter. `SparseLogProbs` keeps those and, as one
+more outcome, the exact mass of the rest. Projecting that coarser distribution is the dense problem
+with K + 1 outcomes; its divergence never exceeds the true one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection.categorical import Region, project_categorical
+
+Tail = Literal["bucket", "paper"]
+
+#: Marks a slot of `SparseLogProbs.ids` that holds nothing.
+EMPTY = -1
+
+#: The probability the TROLL paper's code gives to every id it dropped.
+PAPER_DEFAULT_PROBABILITY = 1e-12
+
+
+@dataclass(frozen=True)
+class SparseLogProbs:
+    """A distribution over the vocabulary, known on K ids and in sum on the others.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
+        >>> few = SparseLogProbs.from_logits(logits, top_k=2, keep_ids=torch.tensor([3]))
+        >>> few.ids.tolist()
+        [[0, 2, 3]]
+        >>> round(few.log_tail.exp().item(), 4), round(logits.softmax(-1)[0, 1].item(), 4)
+        (0.0871, 0.0871)
+    """
+
+    ids: Tensor
+    """Vocabulary ids, [..., K] integer; `EMPTY` (-1) in slots that hold nothing. No id twice."""
+    log_probs: Tensor
+    """Log-probabilities of those ids, [..., K]; -inf in empty slots."""
+    log_tail: Tensor
+    """Log of the mass of all other ids, [...]; -inf if there are none."""
+
+    def __post_init__(self) -> None:
+        if self.ids.shape != self.log_probs.shape or self.log_tail.shape != self.ids.shape[:-1]:
+            raise InvalidInputError(
+                "SparseLogProbs needs ids and log_probs [..., K] and log_tail [...], got "
+                f"{tuple(self.ids.shape)}, {tuple(self.log_probs.shape)} and {tuple(self.log_tail.shape)}."
+            )
+
+    @classmethod
+    def from_logits(
+        cls, logits: Tensor, top_k: int, *, mass: float = 1.0, keep_ids: Tensor | None = None
+    ) -> SparseLogProbs:
+        """Keep the most likely ids of dense logits, and the exact mass of the others.
+
+        The ids are chosen without gradient; log-probabilities and tail mass are differentiable.
+
+        Args:
+            logits: [..., V], any floating dtype; computed in float32 at least.
+            top_k: ids to keep, at most V are.
+            mass: stop early once the kept ids hold this much probability (the paper: 1 - 1e-5).
+            keep_ids: [...], one id a row that is kept whatever its rank: the sampled token.
+
+        Returns:
+            K = min(top_k, V) slots, and one more if `keep_ids` is given.
+
+        Raises:
+            InvalidInputError: top_k < 1, mass outside (0, 1], or NaN among the logits.
+        """
+        ids = select_support(logits.detach(), top_k, mass=mass, keep_ids=keep_ids)
+        return cls.at_ids(logits, ids)
+
+    @classmethod
+    def at_ids(cls, logits: Tensor, ids: Tensor) -> SparseLogProbs:
+        """The distribution of dense logits [..., V] seen from given ids [..., K], differentiable.
+
+        Equals ``logits.log_softmax(-1).gather(-1, ids)`` and the log-sum of what was not gathered.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        _refuse_nan(logits)
+        log_sum = logits.logsumexp(-1, keepdim=True)
+        held = ids != EMPTY
+        slots = torch.where(held, ids, 0).long()
+        log_probs = torch.where(held, logits.gather(-1, slots) - log_sum, -torch.inf)
+        if ids.shape[-1] >= logits.shape[-1] and bool((held.sum(-1) == logits.shape[-1]).all()):
+            return cls(ids, log_probs, torch.full_like(log_sum.squeeze(-1), -torch.inf))
+        taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        taken.scatter_(-1, torch.where(held, ids, slots[..., :1]).long(), True)
+        return cls(ids, log_probs, _logsumexp(logits.masked_fill(taken, -torch.inf)) - log_sum.squeeze(-1))
+
+    @classmethod
+    def from_log_probs(cls, ids: Tensor, log_probs: Tensor) -> SparseLogProbs:
+        """Complete log-probabilities at some ids, [..., K], by the mass they leave to the others.
+
+        For callers that never hold the whole vocabulary. The mass left is 1 minus the kept sum, which
+        rounding limits to about 1e-7 in float32; anything smaller counts as that much, in the old
+        and the new distribution alike, so that no rounding error looks like a violated bound.
+        """
+        log_kept = _logsumexp(log_probs)
+        floor = math.log(torch.finfo(log_probs.dtype).eps)
+        # log(1 - e^x) by the form that keeps its digits (Maechler 2012).
+        x = log_kept.clamp_max(-torch.finfo(log_probs.dtype).eps)
+        log_tail = torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+        return cls(ids, log_probs, log_tail.clamp_min(floor))
+
+    def log_prob_of(self, ids: Tensor) -> Tensor:
+        """Log-probability of one kept id a row, [...]; -inf for an id that was not kept."""
+        match = self.ids == ids.unsqueeze(-1)
+        return torch.where(match, self.log_probs, -torch.inf).amax(-1)
+
+    def with_buckets(self) -> Tensor:
+        """All K + 1 outcomes as one tensor of log-probabilities, the tail last, [..., K + 1]."""
+        return torch.cat((self.log_probs, self.log_tail.unsqueeze(-1)), -1)
+
+    def entropy(self) -> Tensor:
+        """Entropy of the K + 1 outcomes in nats, [...]: a lower bound of the whole distribution's."""
+        log_probs = self.with_buckets()
+        terms = log_probs.exp() * log_probs
+        return -torch.where(torch.isneginf(log_probs), 0.0, terms).sum(-1)
+
+    def detach(self) -> SparseLogProbs:
+        """The same values, cut from the graph."""
+        return SparseLogProbs(self.ids, self.log_probs.detach(), self.log_tail.detach())
+
+    def __getitem__(self, rows: Any) -> SparseLogProbs:
+        """Select rows: indexes the leading dimensions of all three tensors."""
+        return SparseLogProbs(self.ids[rows], self.log_probs[rows], self.log_tail[rows])
+
+
+@dataclass(frozen=True)
+class SparseProjection:
+    """What `project_sparse` returns."""
+
+    log_probs: SparseLogProbs
+    """The projected distribution on the same ids."""
+    step: Tensor
+    """Step s in [0, 1], a value a region: 1 where nothing had to be done."""
+    kl: Tensor
+    """KL(new || old) of the K + 1 outcomes in nats, before the projection, a value a region."""
+    projected: Tensor
+    """Where the bound was exceeded and the projection acted, bool, a value a region."""
+
+
+def project_sparse(
+    new: SparseLogProbs,
+    old: SparseLogProbs,
+    kl_bound: float,
+    *,
+    tail: Tail = "bucket",
+    region: Region = "token",
+    mask: Tensor | None = None,
+) -> SparseProjection:
+    """Solve argmin_π KL(π ‖ new) subject to KL(π ‖ old) <= kl_bound on a sparse support.
+
+    With ``tail="bucket"`` (default) everything outside the support is one outcome with its exact
+    mass, and inside the tail π keeps the new policy's proportions. The divergence that is bounded is
+    a lower bound of the true one (data processing), and approaches it as K grows.
+
+    With ``tail="paper"`` the TROLL paper's code is reproduced: the supports' union is formed, every
+    id missing on one side gets probability 1e-12, both are renormalised and the tail is ignored. It
+    exists for comparison; the projected distribution can leave the ball many times over.
+
+    Args:
+        new, old: distributions [..., K]. With ``tail="bucket"`` both on the same ids in the same order;
+            with ``tail="paper"`` each on its own.
+        kl_bound, region, mask: as in `project_categorical`.
+
+    Returns:
+        Projected log-probabilities, on the ids of `new` (bucket) or on the union (paper).
+
+    Raises:
+        InvalidInputError: as in `project_categorical`, or different ids with ``tail="bucket"``.
+
+    Source: TROLL (arXiv 2510.03817, section 4 and appendix); the bucket is ours.
+
+    Example:
+        >>> import torch
+        >>> old_logits, new_logits = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.tensor([0.0, 1.0, 2.0, 3.0])
+        >>> old = SparseLogProbs.from_logits(old_logits, top_k=2)
+        >>> result = project_sparse(SparseLogProbs.at_ids(new_logits, old.ids), old, kl_bound=0.05)
+        >>> p, q = result.log_probs.with_buckets(), old.with_buckets()
+        >>> round((p.exp() * (p - q)).sum().item(), 4)
+        0.05
+    """
+    if tail == "paper":
+        new, old = _on_union_with_default(new, old)
+    elif tail != "bucket":
+        raise InvalidInputError(f'tail must be "bucket" or "paper", got {tail!r}.')
+    elif new.ids.shape != old.ids.shape or (new.ids is not old.ids and not torch.equal(new.ids, old.ids)):
+        raise InvalidInputError(
+            'tail="bucket" compares both distributions on the same ids, but those of new '
+            f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at "
+            "the old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
+        )
+    result = project_categorical(new.with_buckets(), old.with_buckets(), kl_bound, region=region, mask=mask)
+    projected = SparseLogProbs(new.ids, result.log_probs[..., :-1], result.log_probs[..., -1])
+    return SparseProjection(projected, result.step, result.kl, result.projected)
+
+
+def select_support(
+    logits: Tensor, top_k: int, *, mass: float = 1.0, keep_ids: Tensor | None = None
+) -> Tensor:
+    """The ids of the `top_k` largest logits, [..., min(top_k, V)], ties broken by the lowest id.
+
+    `mass` and `keep_ids` as in `SparseLogProbs.from_logits`; with `keep_ids` there is one slot more,
+    empty where the id is among the others already. Any increasing transform of the logits selects
+    the same ids as long as mass is 1.
+
+    Raises:
+        InvalidInputError: top_k < 1 or mass outside (0, 1].
+    """
+    check_support_size(top_k, mass)
+    ids = top_k_lowest_id(logits, min(top_k, logits.shape[-1]))
+    if mass < 1.0:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        probs = (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
+        before = probs.cumsum(-1) - probs
+        ids = torch.where(before < mass, ids, EMPTY)
+    if keep_ids is None:
+        return ids
+    return append_kept_id(ids, keep_ids)
+
+
+def append_kept_id(ids: Tensor, keep_ids: Tensor) -> Tensor:
+    """Add one slot for an id that must be present, empty where it is already, [..., K + 1]."""
+    keep = keep_ids.to(ids.dtype).unsqueeze(-1)
+    present = (ids == keep).any(-1, keepdim=True)
+    return torch.cat((ids, torch.where(present, EMPTY, keep)), -1)
+
+
+def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
+    """Ids of the k largest values by falling value, equal values by rising id, [..., k].
+
+    Equals ``values.sort(descending=True, stable=True).indices[..., :k]`` without sorting everything.
+    torch.topk leaves the order of ties open, and bfloat16 logits tie often.
+    """
+    size = values.shape[-1]
+    top, ids = values.topk(k, dim=-1)
+    last = top[..., -1:]
+    above = (top > last).sum(-1, keepdim=True)
+    # Rank the ties with the k-th value by id; those that fit fill the slots after the larger values.
+    tied = values == last
+    rank = tied.cumsum(-1, dtype=torch.int32)
+    chosen = tied & (rank <= k - above)
+    index = torch.arange(size, device=values.device)
+    slots = torch.where(chosen, above + rank - 1, k)
+    filled = torch.cat((ids, ids[..., :1]), -1).scatter(-1, slots.long(), index.expand_as(values))[..., :k]
+    order = filled.argsort(-1)
+    filled = filled.gather(-1, order)
+    by_value = values.gather(-1, filled).argsort(dim=-1, descending=True, stable=True)
+    return filled.gather(-1, by_value)
+
+
+def union_of_ids(first: Tensor, second: Tensor) -> Tensor:
+    """Every id of either side once, [..., K1 + K2], sorted, empty slots last."""
+    both = torch.cat((first, second.to(first.dtype)), -1)
+    last = torch.iinfo(both.dtype).max
+    both = torch.where(both == EMPTY, last, both).sort(-1).values
+    repeated = torch.zeros_like(both, dtype=torch.bool)
+    repeated[..., 1:] = both[..., 1:] == both[..., :-1]
+    both = torch.where(repeated, last, both).sort(-1).values
+    return torch.where(both == last, EMPTY, both)
+
+
+def check_support_size(top_k: int, mass: float) -> None:
+    """Refuse sizes that cannot be meant."""
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise InvalidInputError(f"top_k must be an integer of at least 1, got {top_k!r} (64 is usual).")
+    if not 0.0 < mass <= 1.0:
+        raise InvalidInputError(
+            f"mass must lie in (0, 1], got {mass!r}. It is the probability to cover, so the paper's "
+            "threshold of 1e-5 is mass=1 - 1e-5."
+        )
+
+
+def _on_union_with_default(new: SparseLogProbs, old: SparseLogProbs) -> tuple[SparseLogProbs, SparseLogProbs]:
+    ids = union_of_ids(new.ids, old.ids)
+    return _with_default(new, ids), _with_default(old, ids)
+
+
+def _with_default(side: SparseLogProbs, ids: Tensor) -> SparseLogProbs:
+    """`side` on other ids: the default probability where it has none, renormalised, no tail."""
+    # Slots of one side found in the sorted union; empty slots sort beyond every id.
+    last = torch.iinfo(ids.dtype).max
+    sorted_ids = torch.where(ids == EMPTY, last, ids)
+    own = torch.where(side.ids == EMPTY, last, side.ids.to(ids.dtype))
+    slots = torch.searchsorted(sorted_ids, own).clamp_max(ids.shape[-1] - 1)
+    log_probs = torch.full(
+        (*ids.shape[:-1], ids.shape[-1] + 1),
+        math.log(PAPER_DEFAULT_PROBABILITY),
+        dtype=side.log_probs.dtype,
+        device=ids.device,
+    )
+    slots = torch.where(own == last, ids.shape[-1], slots)  # what is empty goes into a spare slot
+    log_probs = log_probs.scatter(-1, slots, side.log_probs)[..., :-1]
+    log_probs = log_probs.masked_fill(ids == EMPTY, -torch.inf).log_softmax(-1)
+    return SparseLogProbs(ids, log_probs, torch.full_like(side.log_tail, -torch.inf))
+
+
+def _logsumexp(values: Tensor) -> Tensor:
+    """logsumexp over the last dimension whose gradient is zero, not NaN, for a row of nothing."""
+    empty = torch.isneginf(values).all(-1, keepdim=True)
+    total = torch.where(empty, 0.0, values).logsumexp(-1)
+    return torch.where(empty.squeeze(-1), -torch.inf, total)
+
+
+def _refuse_nan(logits: Tensor) -> None:
+    invalid = logits.isnan().any()
+    if logits.device.type != "cpu":
+        torch._assert_async(~invalid, "SparseLogProbs: logits hold NaN")
+    elif bool(invalid):
+        raise InvalidInputError(
+            f"logits of shape {tuple(logits.shape)} hold {int(logits.isnan().sum())} NaN. Look for overflow in "
+            "the model (float16?) or a learning rate that destroyed it."
+        )
