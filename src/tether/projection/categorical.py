@@ -121,7 +121,7 @@ class _Project(torch.autograd.Function):
         ctx: Any, new: Tensor, old: Tensor, weight: Tensor, kl_bound: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        kl = (weight * _row_kl(new, old)).sum(-1)
+        kl = _region_kl(new, old, weight)
         step = torch.ones_like(kl)
         output = new.clone()
         pieces = []
@@ -265,15 +265,23 @@ class _Geodesic:
         return evaluate
 
 
-def _row_kl(new: Tensor, old: Tensor) -> Tensor:
-    """KL(new || old) of every row, [G, R]; both are normalised on the way."""
-    new_sum = new.logsumexp(-1, keepdim=True)
-    old_sum = old.logsumexp(-1, keepdim=True)
-    log_new = new - new_sum
+def kl_categorical(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """KL(new || old) in nats of every row, [..., V] -> [...]; infinite where only the old has a zero.
+
+    Rows are normalised on the way, so a constant added to a row changes nothing.
+
+    Example:
+        >>> import torch
+        >>> new, old = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+        >>> round(kl_categorical(new, old).item(), 4)
+        0.1438
+    """
+    log_new = log_probs - log_probs.logsumexp(-1, keepdim=True)
+    log_old = old_log_probs - old_log_probs.logsumexp(-1, keepdim=True)
     probs = log_new.exp()
-    terms = probs * (log_new - (old - old_sum))
     # 0 log(0/q) = 0 even for q = 0; but a NaN that comes in must come out.
-    return torch.where(probs == 0, 0.0, terms).sum(-1)
+    terms = torch.where(probs == 0, 0.0, probs * (log_new - log_old))
+    return terms.sum(-1).clamp_min(0)
 
 
 def _blocks_to_project(kl: Tensor, kl_bound: float, region_size: int) -> list[Any]:
@@ -288,6 +296,11 @@ def _blocks_to_project(kl: Tensor, kl_bound: float, region_size: int) -> list[An
     if rows.numel() == 0:
         return []
     return list(rows.split(max(1, _BLOCK_ELEMENTS // region_size)))
+
+
+def _region_kl(new: Tensor, old: Tensor, weight: Tensor) -> Tensor:
+    # A weightless token may hold anything, infinities included.
+    return torch.where(weight > 0, weight * kl_categorical(new, old), 0.0).sum(-1)
 
 
 def _token_weights(mask: Tensor | None, rows: Tensor) -> Tensor:

@@ -139,7 +139,11 @@ class SparseProjection:
     """What `project_sparse` returns."""
 
     log_probs: SparseLogProbs
-    """The projected distribution on the same ids."""
+    """The projected distribution."""
+    new: SparseLogProbs
+    """The new distribution as it was projected: on the same ids, renormalised with ``tail="paper"``."""
+    old: SparseLogProbs
+    """The old distribution as it was compared with, likewise."""
     step: Tensor
     """Step s in [0, 1], a value a region: 1 where nothing had to be done."""
     kl: Tensor
@@ -201,7 +205,7 @@ def project_sparse(
         )
     result = project_categorical(new.with_buckets(), old.with_buckets(), kl_bound, region=region, mask=mask)
     projected = SparseLogProbs(new.ids, result.log_probs[..., :-1], result.log_probs[..., -1])
-    return SparseProjection(projected, result.step, result.kl, result.projected)
+    return SparseProjection(projected, new, old, result.step, result.kl, result.projected)
 
 
 def select_support(
@@ -317,6 +321,6 @@ def _refuse_nan(logits: Tensor) -> None:
         torch._assert_async(~invalid, "SparseLogProbs: logits hold NaN")
     elif bool(invalid):
         raise InvalidInputError(
-            f"logits of shape {tuple(logits.shape)} hold {int(logits.isnan().sum())} NaN. Look for overflow in "
-            "the model (float16?) or a learning rate that destroyed it."
+            f"logits of shape {tuple(logits.shape)} hold {int(logits.isnan().sum())} NaN. Look for overflow "
+            "in the model (float16?) or a learning rate that destroyed it."
         )

@@ -1,0 +1,82 @@
+"""What every policy loss takes, checks and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A scalar to minimise and what to watch while it is minimised."""
+
+    loss: Tensor
+    """Scalar, differentiable."""
+    metrics: dict[str, Tensor]
+    """Detached scalars. Divergences and entropies in nats, over the tokens of `response_mask`."""
+
+
+def check_tokens(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor
+) -> Tensor:
+    """Check the shapes every loss shares and return the advantages as [B, T] or [B, 1].
+
+    Raises:
+        InvalidInputError: naming the tensor whose shape does not fit.
+    """
+    if log_probs.dim() != 2:
+        raise InvalidInputError(f"log_probs must be [B, T], got {tuple(log_probs.shape)}.")
+    for name, tensor in (("old_log_probs", old_log_probs), ("response_mask", response_mask)):
+        if tensor.shape != log_probs.shape:
+            raise InvalidInputError(
+                f"{name} must have the shape of log_probs, {tuple(log_probs.shape)}, "
+                f"got {tuple(tensor.shape)}."
+            )
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1)
+    if advantages.dim() != 2 or advantages.shape[0] != log_probs.shape[0]:
+        raise InvalidInputError(
+            f"advantages must be [B] or [B, T] for log_probs {tuple(log_probs.shape)}, "
+            f"got {tuple(advantages.shape)}."
+        )
+    if advantages.shape[1] not in (1, log_probs.shape[1]):
+        raise InvalidInputError(
+            f"advantages must be [B], [B, 1] or [B, T] for log_probs {tuple(log_probs.shape)}, "
+            f"got {tuple(advantages.shape)}."
+        )
+    return advantages
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens that count; 0 if none does."""
+    mask = mask.to(values.dtype)
+    # Not values * mask: what is masked may be infinite.
+    return torch.where(mask > 0, values, 0.0).mul(mask).sum() / mask.sum().clamp_min(1)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Maximum over the tokens that count; 0 if none does (for quantities that are never negative)."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return torch.where(mask > 0, values, 0.0).amax()
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """log(new / old) of the sampled tokens, [B, T], zero where the mask is."""
+    return torch.where(response_mask > 0, log_probs - old_log_probs, 0.0)
+
+
+def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """GSPO's log-ratio of a sequence, spread over its tokens, [B, T].
+
+    The value is the mean of the sequence's token log-ratios; the gradient of each token reaches only
+    that token's log-probability: sg[log s] + log r_t - sg[log r_t] (GSPO-token, arXiv 2507.18071,
+    eq. 14).
+    """
+    count = response_mask.sum(-1, keepdim=True).clamp_min(1)
+    mean = (token_log_ratio * response_mask).sum(-1, keepdim=True) / count
+    return mean.detach() + token_log_ratio - token_log_ratio.detach()

@@ -1,0 +1,306 @@
+"""TROLL: the policy gradient of the projected policy, plus a pull of the network towards it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.losses.aggregate import LossAggMode, aggregate
+from tether.losses.base import (
+    PolicyLoss,
+    check_tokens,
+    log_ratio,
+    masked_max,
+    masked_mean,
+    sequence_log_ratio,
+)
+from tether.projection import SparseLogProbs, kl_categorical, project_categorical, project_sparse
+from tether.projection.categorical import Region
+from tether.projection.sparse import Tail
+
+Distribution = Tensor | SparseLogProbs
+RatioLevel = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class ProjectedTokens:
+    """The sampled tokens of a batch under the projected policy, all [B, T]."""
+
+    log_probs: Tensor
+    """Of the sampled tokens under the projected policy; differentiable."""
+    old_log_probs: Tensor
+    """Of the sampled tokens under the old policy, as the ratio needs them."""
+    regression: Tensor
+    """KL(new || stopgrad(projected)); zero, with zero gradient, where nothing was projected."""
+    kl: Tensor
+    """KL(new || old) of each token before the projection."""
+    step: Tensor
+    """Step s in [0, 1] along the geodesic."""
+    projected: Tensor
+    """Where the projection acted, bool."""
+    tail_mass: Tensor
+    """New mass outside the support; zero for dense distributions."""
+
+    def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
+        """What to watch: see `troll`."""
+        acted = self.projected & (response_mask > 0)
+        return {
+            "kl_mean": masked_mean(self.kl, response_mask),
+            "kl_max": masked_max(self.kl, response_mask),
+            "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
+            "mean_step": torch.where(acted.any(), masked_mean(self.step, acted), 1.0),
+            "regression": masked_mean(self.regression.detach(), response_mask),
+            "tail_mass": masked_mean(self.tail_mass, response_mask),
+        }
+
+
+def project_tokens(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    response_ids: Tensor,
+    new: Distribution,
+    old: Distribution,
+    *,
+    kl_bound: float = 0.05,
+    tail: Tail = "bucket",
+    region: Region = "token",
+) -> ProjectedTokens:
+    """Project the distributions of a batch and read off the sampled tokens.
+
+    Inside the bound, a token keeps the very `log_probs` given, which come from the whole vocabulary.
+    For trainers that have an objective of their own; `troll` is the whole loss.
+
+    Args:
+        log_probs, old_log_probs: exact, of the sampled tokens, [B, T].
+        response_mask: [B, T]; distributions under a zero mask are ignored.
+        response_ids: the sampled tokens, [B, T] integer.
+        new, old: log-probabilities [B, T, V], or `SparseLogProbs` [B, T, K] whose old ids hold
+            every sampled token.
+        kl_bound, tail, region: as in `tether.project_sparse`.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, a sampled token outside the old support, or what
+            the projection refuses.
+    """
+    counted = response_mask > 0
+    _check_distributions(log_probs, response_ids, new, old)
+    options = _Options(kl_bound, region, counted if region == "sequence" else None)
+    if isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs):
+        _check_sampled_kept(old, response_ids, counted)
+        rows = _project_sparse_rows(new, old, counted, response_ids, tail, options)
+        tail_mass = new.log_tail.detach().exp()
+        if tail == "paper":  # whose code sees nothing but the renormalised supports
+            log_probs, old_log_probs = rows.new_sampled, rows.old_sampled
+    else:
+        assert isinstance(new, Tensor)
+        assert isinstance(old, Tensor)
+        rows = _project_dense_rows(new, old, counted, response_ids, options)
+        tail_mass = torch.zeros_like(log_probs)
+    step, projected = rows.step, rows.acted
+    if region == "sequence":
+        step, projected = (value[:, None].expand_as(log_probs) for value in (step, projected))
+    projected = projected & counted
+    return ProjectedTokens(
+        log_probs=torch.where(projected, rows.sampled, log_probs),
+        old_log_probs=old_log_probs,
+        regression=_regression(rows.new, rows.projected.detach(), projected),
+        kl=kl_categorical(rows.new.detach(), rows.old),
+        step=step,
+        projected=projected,
+        tail_mass=tail_mass,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    kl_bound: float
+    region: Region
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One projection, dense or sparse, as rows of outcomes [B, T, ...] and the sampled tokens' entries."""
+
+    new: Tensor
+    old: Tensor
+    projected: Tensor
+    new_sampled: Tensor
+    old_sampled: Tensor
+    sampled: Tensor
+    step: Tensor
+    acted: Tensor
+
+
+def _project_sparse_rows(
+    new: SparseLogProbs,
+    old: SparseLogProbs,
+    counted: Tensor,
+    response_ids: Tensor,
+    tail: Tail,
+    options: _Options,
+) -> _Rows:
+    new, old = _blank(new, counted), _blank(old, counted)
+    result = project_sparse(new, old, options.kl_bound, tail=tail, region=options.region, mask=options.mask)
+    rows = (result.new, result.old, result.log_probs)
+    return _Rows(
+        *(side.with_buckets() for side in rows),
+        *(side.log_prob_of(response_ids) for side in rows),
+        result.step,
+        result.projected,
+    )
+
+
+def _project_dense_rows(
+    new: Tensor, old: Tensor, counted: Tensor, response_ids: Tensor, options: _Options
+) -> _Rows:
+    new = torch.where(counted[..., None], new, 0.0)
+    old = torch.where(counted[..., None], old.detach(), 0.0)
+    result = project_categorical(new, old, options.kl_bound, region=options.region, mask=options.mask)
+    index = response_ids[..., None].long()
+    rows = (new, old, result.log_probs)
+    return _Rows(*rows, *(side.gather(-1, index).squeeze(-1) for side in rows), result.step, result.projected)
+
+
+def troll(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    response_ids: Tensor,
+    new: Distribution,
+    old: Distribution,
+    kl_bound: float = 0.05,
+    alpha: float = 1.0,
+    tail: Tail = "bucket",
+    region: Region = "token",
+    ratio_level: RatioLevel = "token",
+    loss_agg_mode: LossAggMode = "token-mean",
+    max_response_length: int | None = None,
+) -> PolicyLoss:
+    """Minimise -π(o)/q(o) A + alpha KL(p ‖ sg[π]), with π the projection of p on KL(π ‖ q) <= bound.
+
+    p is the network's distribution of a token, q the old policy's, o the sampled token. Where p is
+    inside the bound, π = p and the loss is the plain policy gradient. Where it is outside, the ratio
+    is that of the projection, whose gradient has no component that would leave the region further,
+    and the regression pulls the network back to the projection.
+
+    With ``ratio_level="sequence"`` the ratio is GSPO's, the geometric mean over the sequence's
+    projected token ratios; use ``loss_agg_mode="seq-mean-token-mean"`` with it, as GSPO does.
+
+    Args:
+        log_probs, old_log_probs: exact log-probabilities of the sampled tokens, [B, T].
+        advantages: [B] or [B, T].
+        response_mask: [B, T].
+        response_ids: the sampled tokens, [B, T] integer.
+        new, old: the distributions: log-probabilities [B, T, V], or `SparseLogProbs` [B, T, K].
+        kl_bound: in nats, a token (or a sequence's mean token); `math.inf` for no trust region.
+        alpha: weight of the regression, not negative.
+        tail, region: as in `tether.project_sparse`.
+        ratio_level: "token" or "sequence".
+        loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
+
+    Returns:
+        The loss, and metrics `kl_mean`, `kl_max` (before the projection), `projected` (fraction),
+        `mean_step` (over projected tokens, 1 if there are none), `regression`, `entropy` (of the given
+        distribution: a sparse one's is a lower bound), `tail_mass`, `ratio_mean`, `ratio_max`.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, negative alpha, or what the projection refuses.
+
+    Source: TROLL (arXiv 2510.03817, eq. 5-7).
+
+    Example:
+        >>> import torch
+        >>> old = torch.tensor([[[0.7, 0.2, 0.1]]]).log()
+        >>> new = torch.tensor([[[0.1, 0.2, 0.7]]]).log().requires_grad_()
+        >>> ids, mask = torch.tensor([[2]]), torch.ones(1, 1)
+        >>> result = troll(new[..., 2], old[..., 2], torch.ones(1), mask, response_ids=ids, new=new, old=old)
+        >>> round(result.metrics["ratio_max"].item(), 2), result.metrics["projected"].item()
+        (1.88, 1.0)
+    """
+    advantages = check_tokens(log_probs, old_log_probs, advantages, response_mask)
+    if not alpha >= 0:
+        raise InvalidInputError(f"alpha must not be negative, got {alpha!r}.")
+    if ratio_level not in ("token", "sequence"):
+        raise InvalidInputError(f'ratio_level must be "token" or "sequence", got {ratio_level!r}.')
+    tokens = project_tokens(
+        log_probs, old_log_probs, response_mask, response_ids, new, old,
+        kl_bound=kl_bound, tail=tail, region=region,
+    )  # fmt: skip
+    log_weight = log_ratio(tokens.log_probs, tokens.old_log_probs, response_mask)
+    if ratio_level == "sequence":
+        log_weight = sequence_log_ratio(log_weight, response_mask)
+    ratio = log_weight.exp()
+    token_loss = -ratio * advantages
+    if alpha > 0:
+        token_loss = token_loss + alpha * tokens.regression
+    loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
+    metrics = tokens.metrics(response_mask)
+    metrics["entropy"] = masked_mean(_entropy(new), response_mask)
+    metrics["ratio_mean"] = masked_mean(ratio.detach(), response_mask)
+    metrics["ratio_max"] = masked_max(ratio.detach(), response_mask)
+    return PolicyLoss(loss, metrics)
+
+
+def _regression(new: Tensor, projected: Tensor, where: Tensor) -> Tensor:
+    """KL(new || projected) of the rows in `where`, zero elsewhere.
+
+    Outcomes that the old policy, and so the projection, cannot produce are left out: their term is
+    infinite, and no finite pull removes them.
+    """
+    counted = where[..., None] & ~torch.isneginf(new) & ~torch.isneginf(projected)
+    log_new = torch.where(counted, new, 0.0)
+    terms = log_new.exp() * (log_new - torch.where(counted, projected, 0.0))
+    return torch.where(counted, terms, 0.0).sum(-1)
+
+
+def _entropy(distribution: Distribution) -> Tensor:
+    if isinstance(distribution, SparseLogProbs):
+        return distribution.detach().entropy()
+    log_probs = distribution.detach()
+    return -torch.where(torch.isneginf(log_probs), 0.0, log_probs.exp() * log_probs).sum(-1)
+
+
+def _blank(distribution: SparseLogProbs, counted: Tensor) -> SparseLogProbs:
+    """The same, but certain of the tail in rows that do not count."""
+    return SparseLogProbs(
+        distribution.ids,
+        torch.where(counted[..., None], distribution.log_probs, -torch.inf),
+        torch.where(counted, distribution.log_tail, 0.0),
+    )
+
+
+def _check_distributions(log_probs: Tensor, ids: Tensor, new: Distribution, old: Distribution) -> None:
+    if isinstance(new, SparseLogProbs) != isinstance(old, SparseLogProbs):
+        raise InvalidInputError(
+            "new and old must both be log-probabilities [B, T, V] or both SparseLogProbs, got "
+            f"{type(new).__name__} and {type(old).__name__}."
+        )
+    for name, value in (("new", new), ("old", old)):
+        rows = value.log_probs if isinstance(value, SparseLogProbs) else value
+        if rows.shape[:-1] != log_probs.shape:
+            raise InvalidInputError(
+                f"{name} must be [B, T, outcomes] with [B, T] = {tuple(log_probs.shape)}, "
+                f"got {tuple(rows.shape)}."
+            )
+    if ids.shape != log_probs.shape:
+        raise InvalidInputError(f"response_ids must be {tuple(log_probs.shape)}, got {tuple(ids.shape)}.")
+
+
+def _check_sampled_kept(old: SparseLogProbs, response_ids: Tensor, counted: Tensor) -> None:
+    """Every sampled token must be in the old support, or its ratio would silently be zero."""
+    missing = counted & ~(old.ids == response_ids[..., None]).any(-1)
+    if missing.device.type != "cpu":
+        torch._assert_async(~missing.any(), "troll: a sampled token is not among the old policy's ids")
+    elif bool(missing.any()):
+        raise InvalidInputError(
+            f"{int(missing.sum())} sampled tokens are not among the old policy's ids. Build the support with "
+            "SparseLogProbs.from_logits(..., keep_ids=response_ids)."
+        )
