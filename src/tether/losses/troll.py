@@ -147,12 +147,15 @@ def _project_sparse_rows(
 ) -> _Rows:
     new, old = _blank(new, counted), _blank(old, counted)
     result = project_sparse(new, old, options.kl_bound, tail=tail, region=options.region, mask=options.mask)
-    rows = (result.new, result.old, result.log_probs)
     return _Rows(
-        *(side.with_buckets() for side in rows),
-        *(side.log_prob_of(response_ids) for side in rows),
-        result.step,
-        result.projected,
+        new=result.new.with_buckets(),
+        old=result.old.with_buckets(),
+        projected=result.log_probs.with_buckets(),
+        new_sampled=result.new.log_prob_of(response_ids),
+        old_sampled=result.old.log_prob_of(response_ids),
+        sampled=result.log_probs.log_prob_of(response_ids),
+        step=result.step,
+        acted=result.projected,
     )
 
 
@@ -163,8 +166,16 @@ def _project_dense_rows(
     old = torch.where(counted[..., None], old.detach(), 0.0)
     result = project_categorical(new, old, options.kl_bound, region=options.region, mask=options.mask)
     index = response_ids[..., None].long()
-    rows = (new, old, result.log_probs)
-    return _Rows(*rows, *(side.gather(-1, index).squeeze(-1) for side in rows), result.step, result.projected)
+    return _Rows(
+        new=new,
+        old=old,
+        projected=result.log_probs,
+        new_sampled=new.gather(-1, index).squeeze(-1),
+        old_sampled=old.gather(-1, index).squeeze(-1),
+        sampled=result.log_probs.gather(-1, index).squeeze(-1),
+        step=result.step,
+        acted=result.projected,
+    )
 
 
 def troll(
