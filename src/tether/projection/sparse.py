@@ -96,19 +96,46 @@ class SparseLogProbs:
         return cls(ids, log_probs, _logsumexp(logits.masked_fill(taken, -torch.inf)) - log_sum.squeeze(-1))
 
     @classmethod
-    def from_log_probs(cls, ids: Tensor, log_probs: Tensor) -> SparseLogProbs:
-        """Complete log-probabilities at some ids, [..., K], by the mass they leave to the others.
+    def from_log_probs(cls, ids: Tensor, log_probs: Tensor, *, complete: bool = False) -> SparseLogProbs:
+        """Log-probabilities at some ids, [..., K], completed by the mass they leave to the others.
 
         For callers that never hold the whole vocabulary. The mass left is 1 minus the kept sum, which
         rounding limits to about 1e-7 in float32; anything smaller counts as that much, in the old
-        and the new distribution alike, so that no rounding error looks like a violated bound.
+        and the new distribution alike, so that no rounding error looks like a violated bound. Say
+        `complete=True` when the ids are the whole vocabulary and nothing is left.
         """
+        if complete:
+            return cls(ids, log_probs, log_probs.new_full(ids.shape[:-1], -torch.inf))
         log_kept = _logsumexp(log_probs)
-        floor = math.log(torch.finfo(log_probs.dtype).eps)
+        epsilon = torch.finfo(log_probs.dtype).eps
         # log(1 - e^x) by the form that keeps its digits (Maechler 2012).
-        x = log_kept.clamp_max(-torch.finfo(log_probs.dtype).eps)
+        x = log_kept.clamp_max(-epsilon)
         log_tail = torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
-        return cls(ids, log_probs, log_tail.clamp_min(floor))
+        return cls(ids, log_probs, log_tail.clamp_min(math.log(epsilon)))
+
+    @classmethod
+    def from_top_k(
+        cls,
+        top_ids: Tensor,
+        top_log_probs: Tensor,
+        kept_id: Tensor,
+        kept_log_prob: Tensor,
+        *,
+        mass: float = 1.0,
+        complete: bool = False,
+    ) -> SparseLogProbs:
+        """The most likely ids [..., K], most likely first, and one that is kept in any case [...].
+
+        Args:
+            top_ids, top_log_probs: sorted by falling log-probability.
+            kept_id, kept_log_prob: the sampled token; it gets a slot of its own if it has none.
+            mass: drop the least likely ids once the others hold this much probability.
+            complete: the top ids are the whole vocabulary.
+        """
+        ids = append_kept_id(_trim_to_mass(top_ids, top_log_probs, mass), kept_id)
+        log_probs = torch.cat((top_log_probs, kept_log_prob.unsqueeze(-1)), -1)
+        log_probs = torch.where(ids == EMPTY, -torch.inf, log_probs)
+        return cls.from_log_probs(ids, log_probs, complete=complete and mass == 1.0)
 
     def log_prob_of(self, ids: Tensor) -> Tensor:
         """Log-probability of one kept id a row, [...]; -inf for an id that was not kept."""
@@ -224,12 +251,18 @@ def select_support(
     ids = top_k_lowest_id(logits, min(top_k, logits.shape[-1]))
     if mass < 1.0:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probs = (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
-        before = probs.cumsum(-1) - probs
-        ids = torch.where(before < mass, ids, EMPTY)
+        ids = _trim_to_mass(ids, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True), mass)
     if keep_ids is None:
         return ids
     return append_kept_id(ids, keep_ids)
+
+
+def _trim_to_mass(ids: Tensor, log_probs: Tensor, mass: float) -> Tensor:
+    """Empty the slots of sorted ids that are not needed to hold `mass`."""
+    if mass == 1.0:
+        return ids
+    probs = log_probs.exp()
+    return torch.where(probs.cumsum(-1) - probs < mass, ids, EMPTY)
 
 
 def append_kept_id(ids: Tensor, keep_ids: Tensor) -> Tensor:
