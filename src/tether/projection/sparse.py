@@ -96,22 +96,26 @@ class SparseLogProbs:
         return cls(ids, log_probs, _logsumexp(logits.masked_fill(taken, -torch.inf)) - log_sum.squeeze(-1))
 
     @classmethod
-    def from_log_probs(cls, ids: Tensor, log_probs: Tensor, *, complete: bool = False) -> SparseLogProbs:
+    def from_log_probs(
+        cls, ids: Tensor, log_probs: Tensor, *, vocabulary_size: int | None = None
+    ) -> SparseLogProbs:
         """Log-probabilities at some ids, [..., K], completed by the mass they leave to the others.
 
         For callers that never hold the whole vocabulary. The mass left is 1 minus the kept sum, which
         rounding limits to about 1e-7 in float32; anything smaller counts as that much, in the old
-        and the new distribution alike, so that no rounding error looks like a violated bound. Say
-        `complete=True` when the ids are the whole vocabulary and nothing is left.
+        and the new distribution alike, so that no rounding error looks like a violated bound. With
+        `vocabulary_size`, rows that hold so many ids are known to leave nothing.
         """
-        if complete:
-            return cls(ids, log_probs, log_probs.new_full(ids.shape[:-1], -torch.inf))
         log_kept = _logsumexp(log_probs)
         epsilon = torch.finfo(log_probs.dtype).eps
         # log(1 - e^x) by the form that keeps its digits (Maechler 2012).
         x = log_kept.clamp_max(-epsilon)
         log_tail = torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
-        return cls(ids, log_probs, log_tail.clamp_min(math.log(epsilon)))
+        log_tail = log_tail.clamp_min(math.log(epsilon))
+        if vocabulary_size is not None and ids.shape[-1] >= vocabulary_size:
+            whole = (ids != EMPTY).sum(-1) >= vocabulary_size
+            log_tail = torch.where(whole, -torch.inf, log_tail)
+        return cls(ids, log_probs, log_tail)
 
     @classmethod
     def from_top_k(
@@ -122,7 +126,7 @@ class SparseLogProbs:
         kept_log_prob: Tensor,
         *,
         mass: float = 1.0,
-        complete: bool = False,
+        vocabulary_size: int | None = None,
     ) -> SparseLogProbs:
         """The most likely ids [..., K], most likely first, and one that is kept in any case [...].
 
@@ -130,12 +134,12 @@ class SparseLogProbs:
             top_ids, top_log_probs: sorted by falling log-probability.
             kept_id, kept_log_prob: the sampled token; it gets a slot of its own if it has none.
             mass: drop the least likely ids once the others hold this much probability.
-            complete: the top ids are the whole vocabulary.
+            vocabulary_size: as in `from_log_probs`.
         """
         ids = append_kept_id(_trim_to_mass(top_ids, top_log_probs, mass), kept_id)
         log_probs = torch.cat((top_log_probs, kept_log_prob.unsqueeze(-1)), -1)
         log_probs = torch.where(ids == EMPTY, -torch.inf, log_probs)
-        return cls.from_log_probs(ids, log_probs, complete=complete and mass == 1.0)
+        return cls.from_log_probs(ids, log_probs, vocabulary_size=vocabulary_size)
 
     def log_prob_of(self, ids: Tensor) -> Tensor:
         """Log-probability of one kept id a row, [...]; -inf for an id that was not kept."""

@@ -1,0 +1,435 @@
+"""TROLL as a drop-in for TRL's GRPO: `TROLLConfig` for `GRPOConfig`, `TROLLTrainer` for `GRPOTrainer`.
+
+What happens in a step:
+
+1. Generation is TRL's. When TRL scores the fresh completions with the policy that made them, the
+   most likely ids of every token are kept beside the sampled token's log-probability.
+2. In each update, the current policy is evaluated at those ids, projected, and the sampled token's
+   projected log-probability is handed to TRL's own loss with the clip switched off. TRL computes
+   ratios, advantages, aggregation, masks and metrics as always.
+3. The regression towards the projection is added under the same aggregation.
+
+Four methods of `GRPOTrainer` are overridden, each around a call of the original.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tether.errors import ConfigError, MissingDependencyError, TetherWarning
+from tether.losses import ProjectedTokens, project_tokens
+from tether.projection import SparseLogProbs
+
+try:
+    import trl
+    from accelerate.utils import is_peft_model
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+except ImportError as error:
+    raise MissingDependencyError(
+        f"tether.integrations.trl needs TRL 1.16 ({error}). Install it with: pip install 'tether-rl[llm]'"
+    ) from error
+
+from tether.integrations.sparse_head import SparseHeadOutput, add_sparse_head
+
+if not trl.__version__.startswith("1.16."):
+    raise MissingDependencyError(
+        f"tether.integrations.trl works with TRL 1.16, found {trl.__version__}. "
+        "Install it with: pip install 'trl>=1.16,<1.17'"
+    )
+
+_IDS, _LOG_PROBS, _LOG_TAIL = "old_support_ids", "old_support_log_probs", "old_support_log_tail"
+
+# The loss types whose only use of the trust region is the clip that TROLL replaces.
+_CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+# Updates made on each batch of rollouts unless the user says otherwise: the paper's 8.
+_UPDATES_PER_ROLLOUT = 8
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class TROLLConfig(GRPOConfig):
+    """`GRPOConfig` with the settings of the projection.
+
+    Apart from the `troll_` fields, one default differs: without `steps_per_generation` or
+    `generation_batch_size`, each batch of rollouts serves 8 updates as in the paper. With TRL's own
+    default it serves one, the policy is then always its own old policy, and no trust region, clip or
+    TROLL, ever acts.
+
+    Raises:
+        ConfigError: a value out of range, or a combination TROLL does not cover, with the remedy.
+    """
+
+    troll_kl_bound: float = _option(
+        0.05, "Bound on KL(new || old) of each token in nats; infinity switches the trust region off."
+    )
+    troll_alpha: float = _option(1.0, "Weight of the regression of the network onto its projection.")
+    troll_top_k: int = _option(64, "Ids kept of each old token distribution, besides the sampled one.")
+    troll_mass: float = _option(
+        1 - 1e-5, "Keep fewer ids where the most likely ones hold this much probability together."
+    )
+    troll_tail: Literal["bucket", "paper"] = _option(
+        "bucket",
+        "What stands for all other ids: one outcome with their exact mass (bucket) or the paper's fixed "
+        "probability of 1e-12 for each (paper).",
+    )
+    troll_region: Literal["token", "sequence"] = _option(
+        "token", "Bound each token's divergence, or the mean over the tokens of a sequence."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings and choose the number of updates a rollout batch."""
+        if self.steps_per_generation is None and self.generation_batch_size is None:  # type: ignore[has-type]
+            updates = 1 if self.num_iterations > 1 else _UPDATES_PER_ROLLOUT
+            self.steps_per_generation = updates * self.gradient_accumulation_steps
+        super().__post_init__()
+        _check_ranges(self)
+        _check_combinations(self)
+
+
+class OldPolicyTrainer(GRPOTrainer):
+    """`GRPOTrainer` that also knows the old policy's token distributions, not just sampled tokens.
+
+    On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
+    far the new distributions are from the old ones: `trust_region/kl_mean`, `kl_max`. It is the
+    baseline to compare with, and the base of `TROLLTrainer`.
+    """
+
+    support_top_k: int = 64
+    support_mass: float = 1.0
+    #: Called with (trainer, inputs, projected tokens) after each loss; for reports.
+    on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorded: list[tuple[Tensor, SparseLogProbs]] | None = None
+        self._loss_inputs: dict[str, Any] | None = None
+        self._tokens: ProjectedTokens | None = None
+        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        add_sparse_head(base, self.temperature, maybe_gather_lm_head_ctx)
+        self._warn_without_old_policy()
+
+    def _warn_without_old_policy(self) -> None:
+        per_rollout: int = self.args.steps_per_generation * self.num_iterations
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.args.gradient_accumulation_steps % per_rollout == 0 and not corrected:
+            warnings.warn(
+                "Every batch of rollouts serves a single update "
+                f"(gradient_accumulation_steps={self.args.gradient_accumulation_steps}, "
+                f"steps_per_generation={self.args.steps_per_generation}, "
+                f"num_iterations={self.num_iterations}), so the policy is its own old policy and no trust "
+                "region, TROLL or clip, can act. Set steps_per_generation to a multiple of "
+                f"gradient_accumulation_steps, such as {8 * self.args.gradient_accumulation_steps}, or "
+                "num_iterations to more than 1.",
+                TetherWarning,
+                stacklevel=3,
+            )
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._recorded = []
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            for log_probs, support in self._recorded:
+                # The reference policy is scored too; the old policy's pass is the one TRL kept.
+                if log_probs is output.get("old_per_token_logps"):
+                    output[_IDS] = support.ids.int()
+                    output[_LOG_PROBS] = support.log_probs
+                    output[_LOG_TAIL] = support.log_tail
+        finally:
+            self._recorded = None
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        score = super()._get_per_token_logps_and_entropies
+        if self._loss_inputs is not None:
+            tap = _Tap(model, self._evaluation_keywords(self._loss_inputs))
+            log_probs, *rest = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+            return (self._constrain(log_probs, tap.support(logits_to_keep), self._loss_inputs), *rest)
+        if self._recorded is not None and model is self.model:
+            tap = _Tap(model, {"support_top_k": self.support_top_k, "support_mass": self.support_mass})
+            result = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+            self._recorded.append((result[0], tap.support(logits_to_keep)))
+            return result
+        return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """On which ids the new policy is evaluated: by default those of the old one."""
+        return {"support_ids": inputs[_IDS]}
+
+    def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
+        """The sampled tokens' log-probabilities as TRL's loss is to see them: here, as they are."""
+        with torch.no_grad():
+            self._tokens = project_tokens(
+                log_probs.detach(), inputs["old_per_token_logps"], _loss_mask(inputs),
+                inputs["completion_ids"], new.detach(), _old_support(inputs), kl_bound=math.inf,
+            )  # fmt: skip
+        return log_probs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if _IDS not in inputs:  # no old policy: every ratio is 1
+            return super()._compute_loss(model, inputs)
+        self._loss_inputs = dict(inputs)
+        try:
+            loss = super()._compute_loss(model, self._loss_inputs)
+        finally:
+            self._loss_inputs = None
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None
+        self._log_tokens(tokens, inputs)
+        if self.on_tokens is not None:
+            self.on_tokens(self, inputs, tokens)
+        return loss + self._extra_loss(tokens, inputs)
+
+    def _extra_loss(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> Tensor | float:
+        """What is added to TRL's loss: nothing."""
+        return 0.0
+
+    def _log_tokens(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name, value in tokens.metrics(_loss_mask(inputs)).items():
+            every = self.accelerator.gather(value.detach().float())
+            combined = every.max() if name == "kl_max" else every.mean()
+            self._metrics[mode][f"trust_region/{name}"].append(combined.item())
+
+    def _aggregate(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Reduce per-token values [B, T] exactly as TRL reduces its per-token loss (1.16)."""
+        mask = _loss_mask(inputs)
+        mode = "train" if self.model.training else "eval"
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        kept = values * mask
+        if self.loss_type == "dapo":
+            items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            if mode == "train":
+                items = items * accumulation / self.args.steps_per_generation
+            return kept.sum() / items
+        if self.loss_type == "grpo":
+            loss = (kept.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+        elif self.loss_type == "bnpo":
+            loss = kept.sum() / mask.sum().clamp(min=1.0)
+        elif self.loss_type == "dr_grpo":
+            loss = kept.sum() / (values.size(0) * self.max_completion_length)
+        else:  # luspo, the last of the loss types that are let in
+            loss = kept.sum(-1).mean()
+        return loss / accumulation
+
+
+class TROLLTrainer(OldPolicyTrainer):
+    """`GRPOTrainer` whose trust region is the differentiable KL projection instead of the clip.
+
+    Takes the arguments of `GRPOTrainer`, with `args` a `TROLLConfig`. GRPO, Dr.GRPO, DAPO, BNPO and
+    GSPO (`importance_sampling_level="sequence"`) settings, LoRA, gradient checkpointing, bf16,
+    gradient accumulation and DDP work as they do there. A penalty on the reference policy (`beta`)
+    is computed from the network's own log-probabilities, not the projected ones.
+
+    Logs `trust_region/kl_mean` and `kl_max` (nats, before the projection), `projected` (fraction of
+    tokens), `mean_step`, `regression` and `tail_mass`. TRL's `clip_ratio/*` stay at zero.
+
+    Source: TROLL (arXiv 2510.03817).
+
+    Example:
+        ```python
+        from tether import TROLLConfig, TROLLTrainer
+
+        trainer = TROLLTrainer(
+            model="Qwen/Qwen3-0.6B",
+            reward_funcs=reward,
+            args=TROLLConfig(output_dir="out", troll_kl_bound=0.05),
+            train_dataset=dataset,
+        )
+        trainer.train()
+        ```
+    """
+
+    _tag_names = ["trl", "grpo", "troll"]  # noqa: RUF012 (TRL's class attribute)
+    _name = "TROLL"
+    _paper = {  # noqa: RUF012
+        "title": "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models",
+        "id": "2510.03817",
+    }
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
+        if not isinstance(args, TROLLConfig):
+            raise ConfigError(
+                f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
+                "TROLLConfig takes every argument of GRPOConfig."
+            )
+        self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        self._new_log_probs: Tensor | None = None
+        # The projection replaces the clip. An unbounded clip is exactly the plain ratio.
+        self.epsilon_low = self.epsilon_high = math.inf
+
+    def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if self.args.troll_tail == "paper":  # which compares the union of both policies' own ids
+            return {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
+        return super()._evaluation_keywords(inputs)
+
+    def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
+        self._new_log_probs = log_probs
+        self._tokens = project_tokens(
+            log_probs,
+            inputs["old_per_token_logps"],
+            _loss_mask(inputs),
+            inputs["completion_ids"],
+            new,
+            _old_support(inputs),
+            kl_bound=self.args.troll_kl_bound,
+            tail=self.args.troll_tail,
+            region=self.args.troll_region,
+        )
+        # TRL reads the old log-probabilities after this call; only the paper's tail changes them.
+        inputs["old_per_token_logps"] = self._tokens.old_log_probs
+        return self._tokens.log_probs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if _IDS not in inputs:
+            return super()._compute_loss(model, inputs)
+        with self._without_reference_penalty():
+            return super()._compute_loss(model, inputs)
+
+    @contextmanager
+    def _without_reference_penalty(self) -> Iterator[None]:
+        """TRL would compute the penalty from the projected log-probabilities; `_extra_loss` does it."""
+        beta: float = self.beta  # type: ignore[has-type]
+        self.beta, self._beta = 0.0, beta
+        try:
+            yield
+        finally:
+            self.beta = beta
+
+    def _extra_loss(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> Tensor | float:
+        new_log_probs, self._new_log_probs = self._new_log_probs, None
+        assert new_log_probs is not None
+        extra = self.args.troll_alpha * self._aggregate(tokens.regression, inputs)
+        if self._beta != 0.0:
+            penalty = _reference_penalty(new_log_probs, inputs["ref_per_token_logps"])
+            extra = extra + self._beta * self._aggregate(penalty, inputs)
+            mode = "train" if self.model.training else "eval"
+            mean = (penalty * _loss_mask(inputs)).sum() / _loss_mask(inputs).sum().clamp(min=1.0)
+            self._metrics[mode]["kl"].append(self.accelerator.gather(mean.detach()).mean().item())
+        return extra
+
+
+class _Tap:
+    """Stands in for the model in TRL's scoring loop: adds keywords to each call and keeps the outputs.
+
+    TRL splits a batch into chunks of rows; per-row keywords are split alongside.
+    """
+
+    def __init__(self, model: Any, keywords: dict[str, Any]) -> None:
+        self._model = model
+        self._keywords = keywords
+        self._row = 0
+        self._outputs: list[SparseHeadOutput] = []
+
+    def __call__(self, **kwargs: Any) -> SparseHeadOutput:
+        rows = slice(self._row, self._row + kwargs["input_ids"].size(0))
+        self._row = rows.stop
+        extra = {
+            name: value[rows] if isinstance(value, Tensor) else value
+            for name, value in self._keywords.items()
+        }
+        output = self._model(**kwargs, **extra)
+        self._outputs.append(output)
+        return output
+
+    def support(self, tokens: int) -> SparseLogProbs:
+        """The distributions of all rows at the last `tokens` positions."""
+        parts = [output.support(tokens) for output in self._outputs]
+        return SparseLogProbs(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.log_tail for part in parts]),
+        )
+
+
+def _old_support(inputs: dict[str, Any]) -> SparseLogProbs:
+    return SparseLogProbs(inputs[_IDS].long(), inputs[_LOG_PROBS], inputs[_LOG_TAIL])
+
+
+def _loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _reference_penalty(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """The k3 estimate of KL(new || reference) that TRL uses."""
+    difference = reference - log_probs
+    return difference.exp() - difference - 1
+
+
+def _check_ranges(config: TROLLConfig) -> None:
+    if not config.troll_kl_bound > 0:
+        raise ConfigError(
+            f"troll_kl_bound must be positive, got {config.troll_kl_bound!r}. 0.05 is the paper's; infinity "
+            "switches the trust region off."
+        )
+    if not (config.troll_alpha >= 0 and math.isfinite(config.troll_alpha)):
+        raise ConfigError(f"troll_alpha must be a number that is not negative, got {config.troll_alpha!r}.")
+    if not (isinstance(config.troll_top_k, int) and config.troll_top_k >= 1):
+        raise ConfigError(f"troll_top_k must be at least 1, got {config.troll_top_k!r}. 64 is the paper's.")
+    if not 0 < config.troll_mass <= 1:
+        raise ConfigError(
+            f"troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to keep: the "
+            "paper's threshold of 1e-5 is troll_mass=0.99999."
+        )
+    for name, allowed in (("troll_tail", ("bucket", "paper")), ("troll_region", ("token", "sequence"))):
+        if getattr(config, name) not in allowed:
+            raise ConfigError(f"{name} must be one of {allowed}, got {getattr(config, name)!r}.")
+
+
+def _check_combinations(config: TROLLConfig) -> None:
+    """Refuse what would silently be something else than TROLL."""
+    if config.loss_type not in _CLIPPED_LOSS_TYPES:
+        raise ConfigError(
+            f'loss_type="{config.loss_type}" has a trust region of its own, which TROLL would replace. '
+            f"Use one of {', '.join(_CLIPPED_LOSS_TYPES)}, or GRPOTrainer for {config.loss_type}."
+        )
+    if config.epsilon != 0.2 or config.epsilon_high is not None or config.delta is not None:
+        raise ConfigError(
+            f"epsilon={config.epsilon}, epsilon_high={config.epsilon_high} and delta={config.delta} "
+            "belong to the clip, which TROLL replaces. Leave them at their defaults and set troll_kl_bound."
+        )
+    if config.off_policy_mask_threshold is not None:
+        raise ConfigError(
+            "off_policy_mask_threshold would judge sequences by their projected log-probabilities, which "
+            "never leave the trust region. Leave it unset; the projection already bounds each token."
+        )
+    if config.use_bias_correction_kl and config.beta != 0.0:
+        raise ConfigError(
+            "use_bias_correction_kl weighs the reference penalty with the clipped ratio, which TROLL "
+            "does not have. Set use_bias_correction_kl=False."
+        )
+    truncating = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    changed = {
+        n: getattr(config, n) for n, off in truncating.items() if getattr(config, n) not in (off, None)
+    }
+    if changed:
+        warnings.warn(
+            f"{changed} make the sampler a different policy than the one whose log-probabilities are "
+            "compared: samples are drawn from a truncated or reshaped distribution, ratios are those of the "
+            "whole one. Leave these settings at their defaults while training.",
+            TetherWarning,
+            stacklevel=4,
+        )
