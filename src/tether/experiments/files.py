@@ -1,0 +1,164 @@
+"""Files that are either whole or not there, and JSON that keeps NaN and infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tether.errors import CheckpointError, InvalidInputError
+
+TEMPORARY_PREFIX = ".writing-"
+"""Files of this prefix are unfinished writes of a process that was killed; they may be deleted."""
+
+_FLOAT_TAG = "$float"
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    The bytes go to a temporary name in the same folder, are flushed to the disk and renamed. Missing
+    parent folders are made. Returns the path.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     atomic_write_bytes(f"{folder}/a/b.bin", b"whole").read_bytes()
+    b'whole'
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes private files; a run folder is meant to be read by whoever may read its parent.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+    return target
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write UTF-8 text as `atomic_write_bytes` does, without touching its line ends."""
+    return atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
+    """Write indented JSON (see `dump_json`) as `atomic_write_bytes` does."""
+    return atomic_write_text(path, dump_json(value, indent=2) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename or a new file in ``folder`` survive a power cut, where the system can do that."""
+    if os.name == "nt":  # Windows neither needs nor allows opening a folder
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def dump_json(value: object, indent: int | None = None) -> str:
+    """Valid JSON for any nesting of dicts, lists, numbers and strings, NaN and infinity included.
+
+    JSON has no NaN: Python's own writer emits a word other programs reject. Here a float that is not
+    finite becomes ``{"$float": "nan"}`` (``"inf"``, ``"-inf"``), which `load_json` turns back. Paths are
+    written as strings; zero-dimensional arrays and tensors as numbers.
+
+    Raises:
+        InvalidInputError: something JSON cannot hold.
+
+    >>> dump_json({"kl_bound": float("inf"), "step": 3})
+    '{"kl_bound": {"$float": "inf"}, "step": 3}'
+    """
+    # ASCII only: what a model says may hold half a surrogate pair, which UTF-8 cannot carry.
+    return json.dumps(_encoded(value), indent=indent, allow_nan=False)
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value `dump_json` wrote.
+
+    >>> load_json('{"kl_bound": {"$float": "-inf"}}')
+    {'kl_bound': -inf}
+    """
+    return json.loads(text, object_hook=_decoded)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, without a last line that was cut in the middle of its writing.
+
+    A line counts once its line end is there. A missing file holds no lines.
+
+    Raises:
+        CheckpointError: a complete line that is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    return [record for _, record in iterate_json_lines(path)]
+
+
+def iterate_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Pairs (the line's own bytes, its object) of the complete lines of a JSON-lines file."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = load_json(line)
+        except ValueError as error:
+            raise CheckpointError(
+                f"Line {number} of {path} is damaged ({error}). Delete that line, or restore the file."
+            ) from error
+        if not isinstance(record, dict):
+            raise CheckpointError(
+                f"Line {number} of {path} holds a {type(record).__name__}; each line must be a JSON object."
+            )
+        yield line, record
+
+
+def dump_json_lines(records: Iterable[object]) -> str:
+    """One JSON object a line."""
+    return "".join(dump_json(record) + "\n" for record in records)
+
+
+def _encoded(value: object) -> object:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT_TAG: repr(float(value))}
+    if isinstance(value, dict):
+        return {_key(key): _encoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d arrays and tensors
+        return _encoded(item())
+    raise InvalidInputError(
+        f"JSON cannot hold a {type(value).__name__} ({value!r:.80}). "
+        "Convert it to numbers, strings, lists or dicts first."
+    )
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise InvalidInputError(f"JSON keys are strings; got {key!r} of type {type(key).__name__}.")
+    return key
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if len(value) == 1 and _FLOAT_TAG in value:
+        return float(value[_FLOAT_TAG])
+    return value

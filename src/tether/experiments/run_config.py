@@ -1,0 +1,139 @@
+"""What a run was asked to do: the content of ``config.json``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tether.errors import CheckpointError
+from tether.experiments.files import load_json
+
+CONFIG_FILE = "config.json"
+KINDS = ("llm", "episodic")
+
+_PACKAGES = ("tether-rl", "torch", "numpy", "transformers", "trl", "gymnasium", "mujoco", "metaworld")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything needed to repeat a run."""
+
+    kind: str
+    """``"llm"`` or ``"episodic"``: which metrics the run writes and how its report looks."""
+
+    label: str
+    """The method, as it is called in legends and tables: runs of one label are seeds of one method."""
+
+    seed: int
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The options of the training command; nested dicts, lists, numbers, strings."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """Python and packages the run was started with."""
+
+    started: str = ""
+    """When, in ISO 8601."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as they stand in ``config.json``."""
+        return asdict(self)
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration of the run in the folder ``path``.
+
+    Raises:
+        CheckpointError: no such folder, not a run folder, or a damaged ``config.json``.
+    """
+    file = path / CONFIG_FILE
+    if not path.exists():
+        raise CheckpointError(f"No run at {path}: there is no such folder. Check the path.")
+    if not file.is_file():
+        hint = _runs_below(path)
+        raise CheckpointError(f"{path} is not a run folder: it has no {CONFIG_FILE}. {hint}")
+    try:
+        content = load_json(file.read_bytes())
+        config = RunConfig(**content)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is not a run's configuration ({error}). Restore it, or start the run again elsewhere."
+        ) from error
+    if config.kind not in KINDS:
+        raise CheckpointError(f"{file}: kind is {config.kind!r}; known kinds are {', '.join(KINDS)}.")
+    return config
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers, without importing them.
+
+    >>> {"numpy", "python", "torch"} <= installed_versions().keys()
+    True
+    """
+    versions = {"python": platform.python_version()}
+    installed = {name: _version(name) for name in _PACKAGES}
+    return versions | {name: version for name, version in installed.items() if version is not None}
+
+
+def now() -> str:
+    """The present time in ISO 8601, to the second, with its zone."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level with dotted names.
+
+    >>> flatten_settings({"model": {"width": 64}, "seed": 1})
+    {'model.width': 64, 'seed': 1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten_settings(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def differences(
+    old: RunConfig, new: RunConfig, may_change: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """What asks for another run: name -> (old value, new value) of kind, label, seed and settings.
+
+    Settings are compared by their dotted names; those in ``may_change`` (as a whole, or below it) are left
+    out.
+    """
+    before = {"kind": old.kind, "label": old.label, "seed": old.seed} | flatten_settings(old.settings)
+    after = {"kind": new.kind, "label": new.label, "seed": new.seed} | flatten_settings(new.settings)
+    changed = {}
+    for name in sorted(before.keys() | after.keys()):
+        allowed = any(name == free or name.startswith(f"{free}.") for free in may_change)
+        pair = before.get(name, "(not set)"), after.get(name, "(not set)")
+        if not allowed and not _same(*pair):
+            changed[name] = pair
+    return changed
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(left == right) or (left != left and right != right)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _runs_below(path: Path) -> str:
+    if not path.is_dir():
+        return "It is a file; give the folder that holds config.json."
+    runs = sorted(str(config.parent) for config in path.glob(f"*/{CONFIG_FILE}"))
+    if runs:
+        return f"It holds {len(runs)} runs one level down; give those, such as {runs[0]}."
+    return "Give the folder a training command wrote."

@@ -1,0 +1,499 @@
+"""A run is a folder: what was asked, what was measured, what it said, where to go on.
+
+The layout is described in ``benchmarks/results/README.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.experiments import checkpoints as _checkpoints
+from tether.experiments.checkpoints import Checkpoint, step_name, step_of
+from tether.experiments.files import (
+    TEMPORARY_PREFIX,
+    atomic_write_bytes,
+    atomic_write_json,
+    atomic_write_text,
+    dump_json,
+    dump_json_lines,
+    iterate_json_lines,
+    load_json,
+    read_json_lines,
+)
+from tether.experiments.locking import FolderLock
+from tether.experiments.run_config import (
+    CONFIG_FILE,
+    KINDS,
+    RunConfig,
+    differences,
+    installed_versions,
+    now,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+FINISHED_FILE = "FINISHED"
+
+
+class RunFolder:
+    """Keep what a training run measures so that nothing is lost to a crash and a resumed run is the same run.
+
+    `create` begins or resumes a run and may write; `open` reads, also while another process writes.
+    Measurements are lines appended and flushed at once, so ``kill -9`` costs at most the line in the making.
+    Use it as a context manager, or call `close`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RunFolder.create(f"{folder}/a", kind="llm", label="troll", seed=0, settings={}) as run:
+    ...         run.log(1, kl_mean=0.02, kl_max=float("inf"))
+    ...         run.log_eval(1, success=0.5)
+    ...     line = RunFolder.open(f"{folder}/a").metrics()[0]
+    >>> line["step"], line["kl_max"]
+    (1, inf)
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: RunConfig,
+        lock: FolderLock | None,
+        *,
+        tensorboard: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.config = config
+        self._lock = lock
+        self._clock = clock
+        self._files: dict[str, IO[bytes]] = {}
+        self._last_step: dict[str, int] = {}
+        self._clock_start = clock()
+        self._wants_tensorboard = tensorboard
+        self._tensorboard: SummaryWriter | None = None
+        if lock is not None:
+            self._drop_cut_lines()
+            self._recall()
+
+    # ------------------------------------------------------------------ beginning
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        kind: str,
+        label: str,
+        seed: int,
+        settings: Mapping[str, Any],
+        resume: bool = False,
+        may_change: Collection[str] = (),
+        tensorboard: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> RunFolder:
+        """Begin a run in a new or empty folder or, with ``resume``, go on with the run that is there.
+
+        Args:
+            path: the run's folder; parents are made.
+            kind: ``"llm"`` or ``"episodic"``.
+            label: the method's name in legends and tables.
+            seed: the run's seed.
+            settings: the options of the training command, JSON-able.
+            resume: continue a run of the same kind, label, seed and settings; where there is none, begin it.
+            may_change: settings (dotted names) that may differ on resume, such as the number of steps; the
+                new values replace the old ones in ``config.json``, and the run no longer counts as finished.
+            tensorboard: mirror every number into ``<run>/tensorboard``.
+            clock: seconds from any origin; ``time_s`` of each line is measured with it.
+
+        A resumed trainer calls `latest_checkpoint` and then `truncate_after` before it logs.
+
+        Raises:
+            CheckpointError: the folder holds a run and ``resume`` is off; it holds another run or something
+                else than a run; another process writes it.
+            InvalidInputError: an unknown kind, an empty label, settings JSON cannot hold.
+        """
+        if kind not in KINDS:
+            raise InvalidInputError(f"kind={kind!r}: known kinds of run are {', '.join(KINDS)}.")
+        if not label:
+            raise InvalidInputError("A run needs a label: the method's name in legends and tables.")
+        path = Path(path)
+        # Through JSON and back, so that tuples and lists, paths and strings compare equal on resume.
+        plain = _through_json(dict(settings))
+        config = RunConfig(kind, label, int(seed), plain, installed_versions(), now())
+        holds_run = _check_target(path, resume)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(path)
+        try:
+            config = _resumed_config(path, config, may_change) if holds_run else config
+            atomic_write_json(path / CONFIG_FILE, config.as_dict())
+            return cls(path, config, lock, tensorboard=tensorboard, clock=clock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Read a run, finished or in progress; writing through the result is refused.
+
+        Raises:
+            CheckpointError: no such folder, or not a run.
+        """
+        path = Path(path)
+        return cls(path, read_config(path), lock=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and let other processes write; doing it twice is harmless."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # ------------------------------------------------------------------ writing
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Append the numbers of one optimiser iteration to ``metrics.jsonl`` and flush them.
+
+        Numbers, booleans and zero-dimensional tensors are taken, NaN and infinity included. ``time_s``, the
+        training time since the run began (over resumes), is added. The file is seen by other processes at
+        once.
+
+        Raises:
+            InvalidInputError: a step not after the last one, a value that is not a number.
+            CheckpointError: the run was opened for reading, or is finished.
+        """
+        self._append(METRICS_FILE, step, metrics)
+
+    def log_eval(self, step: int, **metrics: float) -> None:
+        """Append the numbers of one evaluation to ``eval.jsonl``, as `log` does.
+
+        With ``success`` give ``problems``, the number of held-out problems it is a mean over, and reports can
+        show how certain a single run is.
+        """
+        self._append(EVAL_FILE, step, metrics)
+
+    def save_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the sampled responses of a step to ``samples/step-000050.jsonl``, whole or not at all.
+
+        A row is ``{"prompt": str, "reference": str, "reward": float, "tokens": [{"text": str, "kl": float,
+        "projected": bool, "log_prob": float, "old_log_prob": float}, ...]}``; more keys are kept.
+        """
+        self._check_writable()
+        target = self.path / "samples" / f"{step_name(step)}.jsonl"
+        return atomic_write_text(target, dump_json_lines(dict(row) for row in rows))
+
+    def figure_path(self, name: str) -> Path:
+        """Where a picture or video of the run goes: ``figures/<name>``; the folder is made."""
+        self._check_writable()
+        folder = self.path / "figures"
+        folder.mkdir(exist_ok=True)
+        return folder / name
+
+    def mark_finished(self) -> None:
+        """Note that training came to its end; a finished run takes no more numbers.
+
+        Call it last, after the last evaluation.
+        """
+        self._check_writable()
+        self._sync()
+        atomic_write_json(self.path / FINISHED_FILE, {"time": now(), "training_seconds": self.elapsed})
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def finished(self) -> bool:
+        """Whether training came to its end (`mark_finished`)."""
+        return (self.path / FINISHED_FILE).exists()
+
+    @property
+    def elapsed(self) -> float:
+        """Training time in seconds since the run began, without the pauses between resumes."""
+        return self._clock() - self._clock_start
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a line still being written is left out."""
+        return read_json_lines(self.path / METRICS_FILE)
+
+    def evals(self) -> list[dict[str, Any]]:
+        """The lines of ``eval.jsonl``."""
+        return read_json_lines(self.path / EVAL_FILE)
+
+    def sample_steps(self) -> list[int]:
+        """The steps with sampled responses, in order."""
+        steps = (step_of(path) for path in (self.path / "samples").glob("step-*.jsonl"))
+        return sorted(step for step in steps if step is not None)
+
+    def samples(self, step: int | None = None) -> list[dict[str, Any]]:
+        """The sampled responses of a step, by default of the last that has any; none gives an empty list."""
+        if step is None:
+            steps = self.sample_steps()
+            if not steps:
+                return []
+            step = steps[-1]
+        return read_json_lines(self.path / "samples" / f"{step_name(step)}.jsonl")
+
+    def figures(self) -> list[Path]:
+        """Pictures and videos the run made, by name."""
+        hidden = (".", TEMPORARY_PREFIX)
+        return sorted(path for path in (self.path / "figures").glob("*") if not path.name.startswith(hidden))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def _checkpoint_root(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_folder(self, step: int) -> Path:
+        """An empty folder to save the state of ``step`` in; it counts after `mark_complete`."""
+        self._check_writable()
+        return _checkpoints.start_checkpoint(self._checkpoint_root, step)
+
+    def mark_complete(self, step: int, keep: int | None = None) -> Checkpoint:
+        """Force the checkpoint and the numbers logged so far to the disk, then declare it complete.
+
+        Log and evaluate a step before its checkpoint: a resumed run goes on with the step after.
+        ``keep`` prunes to that many newest checkpoints afterwards.
+        """
+        self._check_writable()
+        self._sync()
+        checkpoint = _checkpoints.complete_checkpoint(self._checkpoint_root, step)
+        if keep is not None:
+            self.prune_checkpoints(keep)
+        return checkpoint
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The complete checkpoints, oldest first."""
+        return _checkpoints.complete_checkpoints(self._checkpoint_root)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest complete checkpoint; None when there is none. Cut-off attempts are passed over."""
+        found = self.checkpoints()
+        return found[-1] if found else None
+
+    def prune_checkpoints(self, keep: int, protect: Collection[int] = ()) -> list[int]:
+        """Delete all but the ``keep`` newest complete checkpoints and the steps in ``protect``."""
+        self._check_writable()
+        return _checkpoints.prune_checkpoints(self._checkpoint_root, keep, protect)
+
+    def truncate_after(self, step: int) -> None:
+        """Go back to how the run stood after ``step``: drop later lines, samples and checkpoints.
+
+        Call it on resume with the checkpoint's step (-1 to begin again): the files of the resumed run then
+        equal those of an uninterrupted one, times aside. Each file is replaced whole, so a crash in between
+        only means doing it again.
+        """
+        self._check_writable()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        for folder in self._checkpoint_root.glob("step-*"):
+            at = step_of(folder)
+            if at is not None and (at > step or not (folder / _checkpoints.COMPLETE).exists()):
+                _checkpoints.remove_checkpoint(folder)
+        for sample in (self.path / "samples").glob("step-*.jsonl"):
+            at = step_of(sample)
+            if at is not None and at > step:
+                sample.unlink()
+        for name in (METRICS_FILE, EVAL_FILE):
+            self._rewrite(name, lambda record: record.get("step", 0) <= step)
+        (self.path / FINISHED_FILE).unlink(missing_ok=True)
+        self._recall()
+
+    # ------------------------------------------------------------------ inside
+
+    def _append(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
+        self._check_writable()
+        if self.finished:
+            raise CheckpointError(
+                f"{self.path} is finished; its numbers are closed. "
+                "Resume it with more steps (may_change), or choose another folder."
+            )
+        last = self._last_step.get(name, -1)
+        if step <= last:
+            raise InvalidInputError(
+                f"{name}: step {step} is not after step {last}, the last one written. "
+                "After a resume, call truncate_after(checkpoint.step) first."
+            )
+        taken = {"step", "time_s"} & metrics.keys()
+        if taken:
+            raise InvalidInputError(
+                f"The name {taken.pop()!r} is RunFolder's own; name the metric otherwise."
+            )
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
+        record = {"step": int(step), "time_s": round(self.elapsed, 4), **numbers}
+        file = self._file(name)
+        file.write((dump_json(record) + "\n").encode("utf-8"))
+        file.flush()
+        self._last_step[name] = int(step)
+        self._mirror("eval" if name == EVAL_FILE else "train", step, numbers)
+
+    def _file(self, name: str) -> IO[bytes]:
+        if name not in self._files:
+            self._files[name] = (self.path / name).open("ab")
+        return self._files[name]
+
+    def _mirror(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
+        if not self._wants_tensorboard:
+            return
+        if self._tensorboard is None:
+            self._tensorboard = _summary_writer(self.path / "tensorboard", purge_step=step)
+        for name, value in numbers.items():
+            self._tensorboard.add_scalar(f"{group}/{name}", float(value), step)
+
+    def _sync(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def _check_writable(self) -> None:
+        if self._lock is None:
+            raise CheckpointError(
+                f"{self.path} is not open for writing. Go on with it by RunFolder.create(..., resume=True)."
+            )
+
+    def _drop_cut_lines(self) -> None:
+        for name in (METRICS_FILE, EVAL_FILE):
+            file = self.path / name
+            if file.exists() and not file.read_bytes().endswith(b"\n"):
+                self._rewrite(name, lambda record: True)
+
+    def _rewrite(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        file = self.path / name
+        if not file.exists():
+            return
+        kept = b"".join(line for line, record in iterate_json_lines(file) if wanted(record))
+        atomic_write_bytes(file, kept)
+
+    def _recall(self) -> None:
+        """Take the last steps and the training time from the files."""
+        seconds = 0.0
+        self._last_step.clear()
+        for name in (METRICS_FILE, EVAL_FILE):
+            records = read_json_lines(self.path / name)
+            if records:
+                self._last_step[name] = int(records[-1]["step"])
+                seconds = max(seconds, float(records[-1].get("time_s", 0.0)))
+        self._clock_start = self._clock() - seconds
+
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
+
+    Raises:
+        CheckpointError: a path that does not exist or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for given in map(Path, paths):
+        runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)
+        if not runs:
+            read_config(given)  # raises, with what is wrong
+        found |= dict.fromkeys(runs)
+    return list(found)
+
+
+def _runs_below(path: Path) -> list[Path]:
+    """Run folders under ``path``; checkpoints hold model configurations of the same name and are left out."""
+    found = (config.relative_to(path) for config in path.rglob(CONFIG_FILE))
+    return sorted(path / config.parent for config in found if "checkpoints" not in config.parts)
+
+
+def _check_target(path: Path, resume: bool) -> bool:
+    """Whether ``path`` holds a run to resume; refuses what must not be overwritten."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file; a run needs a folder. Choose another output folder.")
+    if (path / CONFIG_FILE).is_file():
+        if resume:
+            return True
+        old = read_config(path)
+        state = "a finished run" if (path / FINISHED_FILE).exists() else "an unfinished run"
+        raise CheckpointError(
+            f"{path} already holds {state} ({old.label}, seed {old.seed}, started {old.started}). "
+            "Pass resume=True (--resume) to go on with it, choose another output folder, or delete it."
+        )
+    own = (FolderLock.NAME, TEMPORARY_PREFIX)
+    strangers = (
+        [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
+    )
+    if strangers:
+        raise CheckpointError(
+            f"{path} is not empty and not a run: it holds {', '.join(sorted(strangers)[:3])}. "
+            "Choose another output folder; nothing was touched."
+        )
+    return False
+
+
+def _resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) -> RunConfig:
+    old = read_config(path)
+    changed = differences(old, asked, may_change)
+    if changed:
+        listed = "; ".join(
+            f"{name}: {before!r} then, {after!r} now" for name, (before, after) in changed.items()
+        )
+        raise CheckpointError(
+            f"{path} holds another run, which cannot be resumed with these settings ({listed}). "
+            "Use the same settings, or another output folder."
+        )
+    if old.versions != asked.versions:
+        names = sorted(old.versions.keys() | asked.versions.keys())
+        moved = [
+            f"{name} {old.versions.get(name)} -> {asked.versions.get(name)}"
+            for name in names
+            if old.versions.get(name) != asked.versions.get(name)
+        ]
+        warnings.warn(
+            f"{path} was started with other versions ({', '.join(moved)}); the resumed run may differ in its "
+            "numbers. Install the old versions for an exact continuation.",
+            TetherWarning,
+            stacklevel=4,
+        )
+    if differences(old, asked):  # only settings allowed to change, such as more steps
+        (path / FINISHED_FILE).unlink(missing_ok=True)
+    return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
+
+
+def _through_json(settings: dict[str, Any]) -> dict[str, Any]:
+    plain = load_json(dump_json(settings))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _number(name: str, value: object) -> float | int | bool:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", 0) == 0:
+        value = item()
+    if not isinstance(value, int | float):
+        raise InvalidInputError(
+            f"Metric {name!r} must be a number; got a {type(value).__name__}: {value!r:.80}"
+        )
+    return value
+
+
+def _summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Mirroring to TensorBoard needs the package tensorboard: pip install 'tether-rl[cli]'."
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)
