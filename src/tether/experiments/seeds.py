@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,9 @@ class RandomState:
             raise CheckpointError(
                 f"No random state at {os.fspath(path)}: the checkpoint is incomplete."
             ) from error
-        except (RuntimeError, TypeError, ValueError, EOFError, KeyError) as error:
+        except (RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            # Torch's own message advises to unpickle: not repeated.
             raise CheckpointError(
-                f"{os.fspath(path)} is not a saved random state ({error}). Resume from another checkpoint."
+                f"{os.fspath(path)} is not a saved random state ({type(error).__name__}). "
+                "Resume from another checkpoint."
             ) from error
