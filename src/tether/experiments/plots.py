@@ -1,0 +1,381 @@
+"""Figures of one style: curves with intervals over seeds, labelled at their ends, in light and dark."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tether.errors import InvalidInputError, MissingDependencyError
+from tether.experiments.files import atomic_write_bytes
+from tether.experiments.statistics import Curve, CurveBand, mean_curve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Theme = Literal["light", "dark"]
+
+
+@dataclass(frozen=True)
+class Colours:
+    """What a theme is painted with."""
+
+    background: str
+    text: str
+    muted: str
+    grid: str
+    cycle: tuple[str, ...]
+    """Okabe and Ito's colours, told apart with any colour vision; lightened for the dark theme."""
+
+
+COLOURS: dict[Theme, Colours] = {
+    "light": Colours(
+        "#ffffff", "#1b2430", "#5d6876", "#e4e8ee",
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#6a3d9a", "#7f7f7f"),
+    ),
+    "dark": Colours(
+        "#161b22", "#e6edf3", "#9aa7b4", "#2b333d",
+        ("#4db2f0", "#ff8c42", "#2fd3a0", "#eba0cb", "#e8c04d", "#a3d8f7", "#b39ddb", "#b5b5b5"),
+    ),
+}  # fmt: skip
+
+_FIXED_PLACES = {"troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7}
+_DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: what is drawn and how it is named."""
+
+    title: str
+    curves: Mapping[str, Sequence[Curve]]
+    """Label -> the curves of its runs (seeds)."""
+    x_label: str = "optimiser step"
+    y_label: str = ""
+    """With its unit: ``"KL (nats)"``."""
+    log: bool = False
+    percent: bool = False
+    """The values are fractions and read as per cent."""
+    line: float | None = None
+    """A dashed horizontal line, such as the KL bound."""
+    line_label: str = ""
+    markers: bool = False
+    """Dots at the points: for evaluations, which are few."""
+
+
+def palette(labels: Sequence[str], theme: Theme = "light") -> dict[str, str]:
+    """A colour a label, the same in every figure of the same labels; known methods always have theirs.
+
+    >>> palette(["troll", "clip"]) == palette(["clip", "troll"])
+    True
+    """
+    cycle = COLOURS[theme].cycle
+    return {label: cycle[place % len(cycle)] for label, place in _places(labels).items()}
+
+
+def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 6.2, height: float = 3.7) -> Figure:
+    """One panel as a figure, with a thin line a run and the mean with its 95 % interval over runs.
+
+    Raises:
+        InvalidInputError: no curve has a point to draw.
+        MissingDependencyError: matplotlib is not installed.
+
+    >>> figure = curves_figure(Panel("Success", {"troll": [Curve([0, 10], [0.3, 0.6])]}, percent=True))
+    >>> figure.axes[0].get_title(loc="left")
+    'Success'
+    """
+    return small_multiples([panel], theme, columns=1, width=width, height=height)
+
+
+def small_multiples(
+    panels: Sequence[Panel],
+    theme: Theme = "light",
+    *,
+    columns: int = 3,
+    width: float = 4.2,
+    height: float = 2.7,
+) -> Figure:
+    """Several panels in a grid; ``width`` and ``height`` are those of one panel, in inches.
+
+    Labels keep their colour over all panels.
+    """
+    if not panels:
+        raise InvalidInputError("No panels to draw.")
+    with house_style(theme):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        columns = min(columns, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
+        for index, panel in enumerate(panels):
+            draw_panel(figure.add_subplot(rows, columns, index + 1), panel, labels, theme)
+        return figure
+
+
+def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, theme: Theme = "light") -> None:
+    """Draw a panel on existing axes; ``labels`` are all labels that share the colours."""
+    labels = list(panel.curves) if labels is None else labels
+    colours, places = palette(labels, theme), _places(labels)
+    axes.set_title(panel.title, loc="left")
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    if panel.log:
+        axes.set_yscale("log", nonpositive="mask")
+    ends: list[tuple[str, str, float]] = []
+    for label, curves in panel.curves.items():
+        drawable = [shown for shown in (_drawable(curve, panel.log) for curve in curves) if shown is not None]
+        if not drawable:
+            continue
+        dash = _DASHES[places[label] // len(COLOURS[theme].cycle) % len(_DASHES)]
+        ends.append((label, colours[label], _draw_label(axes, drawable, colours[label], dash, panel.markers)))
+    if not ends:
+        raise InvalidInputError(f"Panel {panel.title!r} has no finite value to draw.")
+    if panel.line is not None and np.isfinite(panel.line):
+        _draw_bound(axes, panel, theme)
+    _scale(axes, panel)
+    _label_ends(axes, ends)
+
+
+def stacked_bars(
+    parts: Mapping[str, Mapping[str, float]], theme: Theme = "light", *, title: str, x_label: str
+) -> Figure:
+    """What a total is made of: one bar a label, split into named parts, such as the seconds of an iteration.
+
+    >>> bars = stacked_bars({"tce": {"sampling": 2.0, "policy": 1.0}}, title="Time", x_label="seconds")
+    >>> [text.get_text() for text in bars.axes[0].get_yticklabels()]
+    ['tce']
+    """
+    if not parts:
+        raise InvalidInputError("No bars to draw.")
+    with house_style(theme):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.2, 1.5 + 0.45 * len(parts)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        names = list(dict.fromkeys(name for part in parts.values() for name in part))
+        left = np.zeros(len(parts))
+        for name, colour in zip(names, _part_colours(len(names), theme), strict=True):
+            widths = np.array([part.get(name, 0.0) for part in parts.values()])
+            axes.barh(list(parts), widths, left=left, color=colour, label=name, height=0.6)
+            left += widths
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(x_label)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(names), borderpad=0.1)
+        return figure
+
+
+def save_figure(figure: Figure, path: str | Path, theme: Theme = "light") -> Path:
+    """Write a figure as PNG, whole or not at all."""
+    return atomic_write_bytes(path, png_bytes(figure, theme))
+
+
+def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
+    """A figure as PNG, sharp at README width on dense screens; equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    with house_style(theme):
+        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+@contextmanager
+def house_style(theme: Theme = "light") -> Iterator[None]:
+    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependencyError("Figures need matplotlib: pip install 'tether-rl[cli]'.") from error
+    colours = COLOURS[theme]
+    style: dict[Any, Any] = {
+        "figure.facecolor": colours.background,
+        "savefig.facecolor": colours.background,
+        "axes.facecolor": colours.background,
+        "axes.edgecolor": colours.muted,
+        "axes.labelcolor": colours.muted,
+        "axes.titlecolor": colours.text,
+        "axes.titlesize": 11.0,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 9.0,
+        "axes.labelsize": 9.0,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": colours.grid,
+        "grid.linewidth": 0.8,
+        "xtick.color": colours.muted,
+        "ytick.color": colours.muted,
+        "xtick.labelsize": 8.5,
+        "ytick.labelsize": 8.5,
+        "ytick.left": False,
+        "ytick.minor.left": False,
+        "text.color": colours.text,
+        "text.parse_math": False,  # a label is a name, whatever signs it holds
+        "font.family": "DejaVu Sans",
+        "legend.frameon": False,
+        "legend.fontsize": 8.5,
+        "lines.linewidth": 1.9,
+        "lines.solid_capstyle": "round",
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def band_of(curves: Sequence[Curve]) -> CurveBand | None:
+    """Mean and interval of curves: at the x they share, interpolated where they share few.
+
+    None where they cover no common range: a mean would be of other runs at each end.
+    """
+    shared = curves[0].x
+    for curve in curves[1:]:
+        shared = np.intersect1d(shared, curve.x, assume_unique=True)
+    fewest = min(len(curve.x) for curve in curves)
+    if 2 * shared.size >= fewest and shared.size >= 1:
+        return mean_curve(curves)
+    start, end = max(curve.x[0] for curve in curves), min(curve.x[-1] for curve in curves)
+    if start >= end:
+        return None
+    return mean_curve(curves, grid=max(2, min(fewest, 200)))
+
+
+def _places(labels: Sequence[str]) -> dict[str, int]:
+    unique = sorted(dict.fromkeys(labels))
+    fixed = {label: _FIXED_PLACES[label] for label in unique if label in _FIXED_PLACES}
+    # Two names of one place (troll, tce) in one figure: the second takes the next free place.
+    places: dict[str, int] = {}
+    for label, place in fixed.items():
+        if place not in places.values():
+            places[label] = place
+    free = (place for place in range(10_000) if place not in fixed.values())
+    for label in unique:
+        if label not in places:
+            places[label] = next(free)
+    return places
+
+
+def _part_colours(count: int, theme: Theme) -> list[str]:
+    cycle = COLOURS[theme].cycle
+    return [cycle[(2, 4, 3, 5, 6, 7, 0, 1)[index % 8]] for index in range(count)]
+
+
+def _drawable(curve: Curve, log: bool) -> Curve | None:
+    keep = np.isfinite(curve.y) & (curve.y > 0 if log else True)
+    return Curve(curve.x[keep], curve.y[keep]) if keep.any() else None
+
+
+def _draw_label(axes: Axes, curves: list[Curve], colour: str, dash: object, markers: bool) -> float:
+    """Draw the runs of one label; returns the y at which its name is to stand."""
+    marker = {"marker": "o", "markersize": 3.6} if markers else {}
+    if len(curves) == 1:
+        axes.plot(curves[0].x, curves[0].y, color=colour, linestyle=dash, **marker)  # type: ignore[arg-type]
+        return float(curves[0].y[-1])
+    for curve in curves:
+        axes.plot(curve.x, curve.y, color=colour, linewidth=0.7, alpha=0.28)
+    band = band_of(curves)
+    if band is None:
+        return float(curves[-1].y[-1])
+    axes.fill_between(band.x, band.low, band.high, color=colour, alpha=0.17, linewidth=0)
+    axes.plot(band.x, band.mean, color=colour, linestyle=dash, **marker)  # type: ignore[arg-type]
+    return float(band.mean[np.isfinite(band.mean)][-1])
+
+
+def _draw_bound(axes: Axes, panel: Panel, theme: Theme) -> None:
+    colours = COLOURS[theme]
+    assert panel.line is not None
+    axes.axhline(panel.line, color=colours.text, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.8)
+    if panel.line_label:
+        axes.annotate(
+            panel.line_label, (0.0, panel.line), xycoords=("axes fraction", "data"), xytext=(4, 3),
+            textcoords="offset points", fontsize=8, color=colours.text, alpha=0.9,
+        )  # fmt: skip
+
+
+def _scale(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
+    if panel.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -0.02), min(high, 1.02))
+    if panel.log:
+        low, high = axes.get_ylim()
+        decades = np.log10(high / low)
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=9)
+        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.margins(x=0.02)
+
+
+def _label_ends(axes: Axes, ends: list[tuple[str, str, float]]) -> None:
+    """Write each label where its line ends, moved apart where they would overlap."""
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
+    height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
+    wanted = [axes.transAxes.inverted().transform(axes.transData.transform((0.0, y)))[1] for *_, y in ends]
+    spread = _spread([float(place) * height for place in wanted], gap=10.5, low=0.0, high=height)
+    for (label, colour, _), place in zip(ends, spread, strict=True):
+        axes.annotate(
+            label, (1.0, place / height), xycoords="axes fraction", xytext=(5, 0), textcoords="offset points",
+            color=colour, fontsize=8.5, fontweight="bold", va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move places apart to at least ``gap``, in order, as near as can be and inside [low, high] if they fit.
+
+    >>> _spread([5.0, 5.0, 30.0], gap=10.0, low=0.0, high=40.0)
+    [0.0, 10.0, 30.0]
+    """
+    order = sorted(range(len(places)), key=lambda index: (places[index], index))
+    # Groups of touching labels, each (its centre, its members); touching groups merge around their mean.
+    groups: list[tuple[float, list[int]]] = []
+    for index in order:
+        groups.append((min(max(places[index], low), high), [index]))
+        while True:
+            groups[-1] = (_inside(groups[-1], gap, low, high), groups[-1][1])
+            if len(groups) < 2 or not _touch(groups[-2], groups[-1], gap):
+                break
+            (below, members), (above, others) = groups[-2], groups[-1]
+            total = len(members) + len(others)
+            groups[-2:] = [((below * len(members) + above * len(others)) / total, members + others)]
+    result = [0.0] * len(places)
+    for centre, members in groups:
+        for position, index in enumerate(members):
+            result[index] = centre + gap * (position - (len(members) - 1) / 2)
+    return result
+
+
+def _inside(group: tuple[float, list[int]], gap: float, low: float, high: float) -> float:
+    half = gap * (len(group[1]) - 1) / 2
+    return max(min(group[0], high - half), low + half)
+
+
+def _touch(below: tuple[float, list[int]], above: tuple[float, list[int]], gap: float) -> bool:
+    room = gap * (len(below[1]) + len(above[1])) / 2
+    return above[0] - below[0] < room - 1e-9

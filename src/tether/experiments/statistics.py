@@ -1,0 +1,320 @@
+"""How certain a comparison of runs is: bootstrap intervals, robust aggregates, curves over seeds.
+
+The aggregates and the stratified bootstrap follow Agarwal et al., "Deep Reinforcement Learning at the Edge
+of the Statistical Precipice", arXiv 2108.13264, sections 4.1 and 4.3. R is the number of runs (seeds), M that
+of tasks.
+"""
+
+from __future__ import annotations
+
+import statistics as standard
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tether.errors import InvalidInputError
+
+Array = NDArray[np.float64]
+Statistic = Callable[..., NDArray[np.floating]]
+"""A function of (values, axis=-1), such as `numpy.mean`, `numpy.median` or `interquartile_mean`."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and how certain it is."""
+
+    value: float
+    low: float
+    high: float
+    level: float
+    """The confidence level, such as 0.95."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's measurements over its course."""
+
+    x: Array
+    """Strictly increasing [P]: steps, or environment steps."""
+    y: Array
+    """[P]; not finite where nothing sensible was measured."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", np.asarray(self.x, dtype=np.float64))
+        object.__setattr__(self, "y", np.asarray(self.y, dtype=np.float64))
+        if self.x.ndim != 1 or self.x.shape != self.y.shape:
+            raise InvalidInputError(
+                f"A curve needs x and y of one length; got shapes {self.x.shape} and {self.y.shape}."
+            )
+        if not np.all(np.diff(self.x) > 0):
+            raise InvalidInputError("A curve's x must increase strictly; sort the points and drop repeats.")
+
+
+@dataclass(frozen=True)
+class CurveBand:
+    """The mean of several runs' curves and its pointwise interval."""
+
+    x: Array
+    mean: Array
+    low: Array
+    high: Array
+    runs: int
+    """How many curves went in; with one, ``low`` and ``high`` equal ``mean``."""
+
+
+def interquartile_mean(values: ArrayLike, axis: int | None = None) -> NDArray[np.floating]:
+    """A mean that a single lucky or failed run cannot move: of the middle half of the values.
+
+    ``floor(n / 4)`` values are cut at each end, as ``scipy.stats.trim_mean(values, 0.25)`` does; of fewer
+    than four values it is the mean. ``axis=None`` takes all values together. arXiv 2108.13264, section 4.3.
+
+    >>> float(interquartile_mean([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0]))
+    3.5
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0:
+        raise InvalidInputError("The interquartile mean of no values is not defined.")
+    if axis is None:
+        array, axis = array.reshape(-1), 0
+    ordered = np.sort(array, axis=axis)
+    count = ordered.shape[axis]
+    cut = count // 4
+    middle = np.take(ordered, np.arange(cut, count - cut), axis=axis)
+    return np.asarray(middle.mean(axis=axis))
+
+
+def bootstrap_interval(
+    scores: ArrayLike,
+    statistic: Statistic = np.mean,
+    *,
+    level: float = 0.95,
+    resamples: int = 5000,
+    seed: int = 0,
+) -> Interval:
+    """How far a statistic over seeds would move with other seeds: a percentile bootstrap interval.
+
+    Args:
+        scores: [R], one number a run; or [R, M], a column a task: then the runs of each task are resampled
+            separately (stratified), and the statistic is taken over all R M numbers, as arXiv 2108.13264,
+            section 4.1 does.
+        statistic: a function of (values, axis=-1).
+        level: the confidence level.
+        resamples: bootstrap samples.
+        seed: of the resampling; equal arguments give equal intervals.
+
+    With few runs the interval is too narrow: on normal scores, a nominal 95 % interval covers the true mean
+    in about 76 % of cases from 3 runs, 84 % from 5 and 90 % from 10 (measured in the tests).
+
+    Raises:
+        InvalidInputError: no scores, scores not finite, another number of dimensions, a level outside (0, 1).
+
+    >>> interval = bootstrap_interval([0.52, 0.48, 0.55, 0.61, 0.50])
+    >>> round(interval.value, 3), round(interval.low, 3), round(interval.high, 3)
+    (0.532, 0.496, 0.574)
+    """
+    array = _finite(scores, "scores")
+    _check_level(level, resamples)
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2:
+        raise InvalidInputError(f"scores have shape {array.shape}; give [runs] or [runs, tasks].")
+    rng = np.random.default_rng(seed)
+    columns = [_resampled(column, resamples, rng) for column in array.T]  # each [resamples, R]
+    estimates = statistic(np.concatenate(columns, axis=-1), axis=-1)
+    low, high = _percentiles(estimates, level)
+    return Interval(float(statistic(array.reshape(-1), axis=-1)), float(low), float(high), level)
+
+
+def proportion_interval(proportion: float, count: int, *, level: float = 0.95) -> Interval:
+    """How far one run's success would move with other problems: Wilson's interval for ``count`` trials.
+
+    It says nothing about other seeds. E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
+
+    Raises:
+        InvalidInputError: a proportion outside [0, 1] or no trials.
+
+    >>> interval = proportion_interval(0.5, 100)
+    >>> round(interval.low, 4), round(interval.high, 4)
+    (0.4038, 0.5962)
+    """
+    if not 0.0 <= proportion <= 1.0 or count < 1:
+        raise InvalidInputError(f"A proportion lies in [0, 1] and needs trials; got {proportion} of {count}.")
+    _check_level(level, 1)
+    z = standard.NormalDist().inv_cdf(0.5 + level / 2)
+    shrink = 1.0 + z * z / count
+    centre = (proportion + z * z / (2 * count)) / shrink
+    half = z / shrink * (proportion * (1 - proportion) / count + z * z / (4 * count * count)) ** 0.5
+    return Interval(proportion, max(centre - half, 0.0), min(centre + half, 1.0), level)
+
+
+def probability_of_improvement(scores: ArrayLike, other: ArrayLike) -> float:
+    """How likely a run of one method beats a run of another: mean over tasks of P(X > Y) + P(X = Y) / 2.
+
+    ``scores`` is [R] or [R, M] and ``other`` [R'] or [R', M]. arXiv 2108.13264, section 4.3; the Mann-Whitney
+    U statistic over R R'.
+
+    Raises:
+        InvalidInputError: scores missing or not finite, another number of tasks.
+
+    >>> probability_of_improvement([3.0, 4.0], [1.0, 3.0])
+    0.875
+    """
+    left, right = _two_methods(scores, other)
+    return float(_wins(left[None], right[None])[0])
+
+
+def improvement_interval(
+    scores: ArrayLike, other: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """`probability_of_improvement` with a stratified bootstrap interval over the runs of both methods."""
+    left, right = _two_methods(scores, other)
+    _check_level(level, resamples)
+    rng = np.random.default_rng(seed)
+    drawn = [
+        np.stack([_resampled(column, resamples, rng) for column in side.T], axis=-1) for side in (left, right)
+    ]
+    low, high = _percentiles(_wins(*drawn), level)
+    return Interval(probability_of_improvement(left, right), float(low), float(high), level)
+
+
+def mean_curve(
+    curves: Sequence[Curve],
+    grid: int | ArrayLike | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> CurveBand:
+    """The mean of runs over their course, with a pointwise bootstrap interval over the runs.
+
+    Args:
+        curves: one a run.
+        grid: None takes the x that all curves have. For curves measured at different x, give the number of
+            points of a grid over the range all of them cover, or the grid itself: curves are then
+            interpolated linearly between their finite points, and never beyond them.
+
+    Whole runs are resampled, not points. Where a run has no finite value, the result is NaN.
+
+    Raises:
+        InvalidInputError: no curves, no x in common, a grid outside the common range.
+
+    >>> band = mean_curve([Curve([0, 1], [0.0, 1.0]), Curve([0, 1, 2], [0.0, 3.0, 9.0])])
+    >>> band.x.tolist(), band.mean.tolist(), band.low.tolist(), band.high.tolist()
+    ([0.0, 1.0], [0.0, 2.0], [0.0, 1.0], [0.0, 3.0])
+    """
+    _check_level(level, resamples)
+    x, values = align_curves(curves, grid)  # [P], [R, P]
+    values = np.where(np.isfinite(values), values, np.nan)
+    mean = values.mean(axis=0)
+    if len(values) == 1:
+        return CurveBand(x, mean, mean, mean, runs=1)
+    rng = np.random.default_rng(seed)
+    weights = _resampled_weights(len(values), resamples, rng)  # [resamples, R]
+    known = np.isfinite(mean)
+    low, high = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    if known.any():
+        low[known], high[known] = _percentiles(weights @ values[:, known], level)
+    return CurveBand(x, mean, low, high, runs=len(values))
+
+
+def align_curves(curves: Sequence[Curve], grid: int | ArrayLike | None = None) -> tuple[Array, Array]:
+    """The curves at common x: (x [P], y [R, P]); see `mean_curve` for ``grid``."""
+    if not curves:
+        raise InvalidInputError("No curves to align.")
+    if grid is None:
+        x = curves[0].x
+        for curve in curves[1:]:
+            x = np.intersect1d(x, curve.x, assume_unique=True)
+        if x.size == 0:
+            raise InvalidInputError(
+                "The curves have no x in common. Give grid=100 to interpolate onto a common grid."
+            )
+        return x, np.stack([curve.y[np.searchsorted(curve.x, x)] for curve in curves])
+    kept = [np.isfinite(curve.y) for curve in curves]
+    if not all(keep.any() for keep in kept):
+        raise InvalidInputError("A curve without a finite value cannot be interpolated; leave it out.")
+    points = [(curve.x[keep], curve.y[keep]) for curve, keep in zip(curves, kept, strict=True)]
+    start, end = max(x[0] for x, _ in points), min(x[-1] for x, _ in points)
+    x = _grid(grid, float(start), float(end))
+    return x, np.stack([np.interp(x, xs, ys) for xs, ys in points])
+
+
+def moving_average(values: ArrayLike, window: int) -> Array:
+    """A centred moving average that shortens at the ends and passes over what is not finite.
+
+    >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
+    [1.5, 3.0, 3.0, 3.0]
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if window < 1 or array.ndim != 1:
+        raise InvalidInputError(f"A moving average needs a row of values and a window >= 1; got {window}.")
+    before, after = (window - 1) // 2, window // 2
+    finite = np.isfinite(array)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    positions = np.arange(array.size)
+    left, right = np.maximum(positions - before, 0), np.minimum(positions + after + 1, array.size)
+    number = counts[right] - counts[left]
+    return np.where(number > 0, (sums[right] - sums[left]) / np.maximum(number, 1), np.nan)
+
+
+def _grid(grid: int | ArrayLike, start: float, end: float) -> Array:
+    if isinstance(grid, int):
+        if grid < 2 or end <= start:
+            raise InvalidInputError(
+                f"No grid of {grid} points over the range all curves cover (from {start:g} to {end:g})."
+            )
+        return np.linspace(start, end, grid)
+    x = np.asarray(grid, dtype=np.float64)
+    if x.ndim != 1 or x.size == 0 or x.min() < start or x.max() > end:
+        raise InvalidInputError(f"The grid must lie where all curves do, from {start:g} to {end:g}.")
+    return x
+
+
+def _finite(values: ArrayLike, name: str) -> Array:
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0 or array.ndim == 0:
+        raise InvalidInputError(f"{name} are empty; give at least one run.")
+    if not np.all(np.isfinite(array)):
+        raise InvalidInputError(f"{name} hold {np.sum(~np.isfinite(array))} values that are not finite.")
+    return array
+
+
+def _two_methods(scores: ArrayLike, other: ArrayLike) -> tuple[Array, Array]:
+    sides = [_finite(scores, "scores"), _finite(other, "other scores")]
+    left, right = (side[:, None] if side.ndim == 1 else side for side in sides)
+    if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
+        raise InvalidInputError(
+            f"Scores of shapes {left.shape} and {right.shape} cannot be compared: give [runs, tasks] "
+            "with the same tasks."
+        )
+    return left, right
+
+
+def _wins(left: Array, right: Array) -> Array:
+    """[..., R, M] and [..., R', M] to [...]."""
+    difference = left[..., :, None, :] - right[..., None, :, :]
+    return np.asarray((0.5 * (np.sign(difference) + 1.0)).mean(axis=(-3, -2, -1)))
+
+
+def _resampled(values: Array, resamples: int, rng: np.random.Generator) -> Array:
+    return values[rng.integers(0, len(values), (resamples, len(values)))]
+
+
+def _resampled_weights(count: int, resamples: int, rng: np.random.Generator) -> Array:
+    drawn = rng.integers(0, count, (resamples, count))
+    return np.stack([(drawn == run).mean(axis=1) for run in range(count)], axis=1)
+
+
+def _percentiles(estimates: Array | NDArray[np.floating], level: float) -> tuple[Array, Array]:
+    low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, high
+
+
+def _check_level(level: float, resamples: int) -> None:
+    if not 0.0 < level < 1.0 or resamples < 1:
+        raise InvalidInputError(
+            f"level={level}, resamples={resamples}: a level lies in (0, 1), and one resample is the least."
+        )

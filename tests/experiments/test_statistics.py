@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tether.errors import InvalidInputError
+from tether.experiments.statistics import (
+    Curve,
+    align_curves,
+    bootstrap_interval,
+    improvement_interval,
+    interquartile_mean,
+    mean_curve,
+    moving_average,
+    probability_of_improvement,
+    proportion_interval,
+)
+
+SCORES = np.array([0.31, 0.52, 0.48, 0.77, 0.55, 0.61, 0.50])
+
+
+@pytest.mark.parametrize("statistic", [np.mean, np.median, interquartile_mean])
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_bootstrap_interval_equals_scipys_percentile_bootstrap(statistic: Any, level: float) -> None:
+    ours = bootstrap_interval(SCORES, statistic, level=level, resamples=3000, seed=5)
+    theirs = scipy.stats.bootstrap(
+        (SCORES,),
+        statistic,
+        confidence_level=level,
+        n_resamples=3000,
+        method="percentile",
+        rng=np.random.default_rng(5),
+        vectorized=True,
+    ).confidence_interval
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
+    assert ours.value == pytest.approx(float(statistic(SCORES)))
+
+
+def test_bootstrap_interval_of_two_runs_is_known_exactly() -> None:
+    # Means of two draws from {0, 1}: 0, 1/2, 1 with chances 1/4, 1/2, 1/4; a 40 % interval is the middle one.
+    assert bootstrap_interval([0.0, 1.0], level=0.95).low == 0.0
+    narrow = bootstrap_interval([0.0, 1.0], level=0.4)
+    assert (narrow.low, narrow.value, narrow.high) == (0.5, 0.5, 0.5)
+
+
+def test_stratified_bootstrap_never_mixes_tasks() -> None:
+    # Two tasks on far scales, no spread within a task: stratified resampling sees no uncertainty at all.
+    scores = np.array([[0.0, 100.0]] * 4)
+    interval = bootstrap_interval(scores)
+    assert (interval.low, interval.value, interval.high) == (50.0, 50.0, 50.0)
+
+
+def test_stratified_bootstrap_has_the_spread_the_variances_add_up_to() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(200, 3)) * [1.0, 2.0, 5.0]
+    interval = bootstrap_interval(scores, level=0.6827, resamples=20_000)
+    expected = np.sqrt(scores.var(axis=0).sum() / 200) / 3  # standard error of the mean of three means
+    assert (interval.high - interval.low) / 2 == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("runs", "coverage"), [(3, 0.76), (5, 0.84), (10, 0.90)])
+def test_intervals_from_few_runs_are_as_narrow_as_documented(runs: int, coverage: float) -> None:
+    rng = np.random.default_rng(0)
+    intervals = [bootstrap_interval(rng.normal(size=runs), resamples=500) for _ in range(1500)]
+    covered = np.mean([interval.low <= 0.0 <= interval.high for interval in intervals])
+    assert covered == pytest.approx(coverage, abs=0.03)
+
+
+def test_bootstrap_is_repeatable_and_the_seed_matters() -> None:
+    assert bootstrap_interval(SCORES, seed=1) == bootstrap_interval(SCORES, seed=1)
+    assert bootstrap_interval(SCORES, seed=1, resamples=99) != bootstrap_interval(
+        SCORES, seed=2, resamples=99
+    )
+
+
+@pytest.mark.parametrize("scores", [[], [np.nan, 1.0], [np.inf], 3.0, np.zeros((2, 2, 2))])
+def test_scores_without_a_meaning_are_refused(scores: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        bootstrap_interval(scores)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
+def test_a_level_is_a_fraction(level: float) -> None:
+    with pytest.raises(InvalidInputError, match="level"):
+        bootstrap_interval(SCORES, level=level)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=23))
+def test_interquartile_mean_equals_scipys_trimmed_mean(values: list[float]) -> None:
+    assert float(interquartile_mean(values)) == pytest.approx(scipy.stats.trim_mean(values, 0.25), abs=1e-9)
+
+
+def test_interquartile_mean_along_an_axis() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 9))
+    np.testing.assert_allclose(
+        interquartile_mean(values, axis=-1), scipy.stats.trim_mean(values, 0.25, axis=-1)
+    )
+
+
+@pytest.mark.parametrize(("successes", "count"), [(0, 10), (7, 10), (10, 10), (123, 400)])
+def test_proportion_interval_equals_scipys_wilson(successes: int, count: int) -> None:
+    ours = proportion_interval(successes / count, count, level=0.9)
+    theirs = scipy.stats.binomtest(successes, count).proportion_ci(0.9, method="wilson")
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=6), st.lists(st.integers(0, 4), min_size=1, max_size=6)
+)
+def test_probability_of_improvement_is_mann_whitneys_u_over_all_pairs(
+    left: list[int], right: list[int]
+) -> None:
+    expected = scipy.stats.mannwhitneyu(left, right).statistic / (len(left) * len(right))
+    assert probability_of_improvement(left, right) == pytest.approx(expected)
+
+
+def test_probability_of_improvement_is_the_mean_over_tasks() -> None:
+    # Task 1: always better (1). Task 2: one tie, three losses of four pairs (1/8).
+    left = [[1.0, 0.0], [2.0, 1.0]]
+    right = [[0.0, 1.0], [0.5, 2.0]]
+    assert probability_of_improvement(left, right) == (1 + 1 / 8) / 2
+
+
+def test_improvement_interval_equals_the_full_enumeration_of_resamples() -> None:
+    left, right = [1.0, 3.0], [0.0, 2.0]
+    every = [
+        probability_of_improvement(a, b)
+        for a, b in product(product(left, repeat=2), product(right, repeat=2))
+    ]
+    low, high = np.quantile(every, [0.1, 0.9])
+    interval = improvement_interval(left, right, level=0.8, resamples=20_000)
+    assert (interval.value, interval.low, interval.high) == (0.75, low, high)
+
+
+def test_methods_measured_on_other_tasks_are_not_compared() -> None:
+    with pytest.raises(InvalidInputError, match="same tasks"):
+        probability_of_improvement(np.zeros((2, 3)), np.zeros((2, 2)))
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def test_mean_curve_takes_the_steps_all_runs_have() -> None:
+    band = mean_curve([Curve([1, 2, 4], [1.0, 2.0, 4.0]), Curve([2, 3, 4, 5], [4.0, 0.0, 8.0, 0.0])])
+    assert band.x.tolist() == [2.0, 4.0]
+    assert band.mean.tolist() == [3.0, 6.0]
+    assert band.runs == 2
+
+
+def test_the_band_at_a_point_is_the_bootstrap_of_its_values() -> None:
+    values = np.random.default_rng(3).normal(size=(5, 4))
+    band = mean_curve([Curve(np.arange(4), row) for row in values], resamples=1000, seed=7)
+    for point in range(4):
+        interval = bootstrap_interval(values[:, point], resamples=1000, seed=7)
+        assert (band.low[point], band.high[point]) == pytest.approx((interval.low, interval.high))
+
+
+def test_one_run_has_no_width() -> None:
+    band = mean_curve([Curve([0, 1], [0.5, 0.7])])
+    assert band.low.tolist() == band.mean.tolist() == band.high.tolist() == [0.5, 0.7]
+
+
+def test_a_common_grid_interpolates_and_never_extrapolates() -> None:
+    x, y = align_curves([Curve([0, 10], [0.0, 1.0]), Curve([2, 6, 20], [0.0, 4.0, 4.0])], grid=3)
+    assert x.tolist() == [2.0, 6.0, 10.0]
+    assert y.tolist() == pytest.approx(np.array([[0.2, 0.6, 1.0], [0.0, 4.0, 4.0]]))
+    with pytest.raises(InvalidInputError, match="from 2 to 10"):
+        align_curves([Curve([0, 10], [0.0, 1.0]), Curve([2, 20], [0.0, 4.0])], grid=[1.0, 5.0])
+
+
+def test_interpolation_passes_over_values_that_are_not_finite() -> None:
+    _, y = align_curves([Curve([0, 1, 2], [0.0, np.nan, 2.0])], grid=[1.0])
+    assert y.tolist() == [[1.0]]
+
+
+def test_a_value_that_is_not_finite_leaves_a_gap_there_only() -> None:
+    band = mean_curve([Curve([0, 1, 2], [1.0, np.inf, 3.0]), Curve([0, 1, 2], [3.0, 2.0, 5.0])])
+    assert np.isnan(band.mean).tolist() == [False, True, False]
+    assert np.isnan(band.low).tolist() == [False, True, False]
+    assert band.mean[[0, 2]].tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("curves", "grid", "message"),
+    [
+        ([], None, "No curves"),
+        ([([0, 1], [0, 1]), ([2, 3], [0, 1])], None, "no x in common"),
+        ([([0, 1], [0, 1]), ([2, 3], [0, 1])], 10, "No grid"),
+        ([([0, 1], [np.nan, np.nan])], 10, "without a finite value"),
+    ],
+)
+def test_curves_that_cannot_be_put_together_say_why(curves: Any, grid: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        mean_curve([Curve(x, y) for x, y in curves], grid)
+
+
+@pytest.mark.parametrize(("x", "y"), [([0, 1], [0]), ([1, 1], [0, 1]), ([2, 1], [0, 1])])
+def test_a_curve_that_goes_backwards_or_lacks_points_is_refused(x: list[float], y: list[float]) -> None:
+    with pytest.raises(InvalidInputError):
+        Curve(np.asarray(x), np.asarray(y))
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(st.lists(st.one_of(st.floats(-9, 9), st.just(np.nan)), min_size=1, max_size=12), st.integers(1, 7))
+def test_moving_average_equals_the_mean_of_each_window(values: list[float], window: int) -> None:
+    array = np.array(values)
+    expected = []
+    for i in range(array.size):
+        part = array[max(i - (window - 1) // 2, 0) : i + window // 2 + 1]
+        expected.append(part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan)
+    np.testing.assert_allclose(moving_average(values, window), expected, atol=1e-12)
