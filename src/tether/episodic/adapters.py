@@ -1,0 +1,359 @@
+"""How a desired trajectory drives an environment: the one thing a new robot has to tell Tether.
+
+An episodic policy chooses a whole trajectory, an environment takes one action at a time. A
+`PositionControlledEnv` stands between them: it knows which entries of the first observation describe
+the task, where the robot's joints are, which controller turns a desired position and velocity into an
+action, how long an episode lasts and what counts as success. ``docs/episodic_envs.md`` walks through
+writing one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.errors import ConfigError, InvalidInputError, SimulationError
+
+FloatArray = NDArray[np.float64]
+
+SuccessRule = Literal["any", "last"]
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a policy and its training loop need to know about an environment."""
+
+    env_id: str
+
+    num_dof: int
+    """D, degrees of freedom that follow the desired trajectory."""
+
+    horizon: int
+    """T, steps of every episode."""
+
+    dt: float
+    """Seconds between two steps."""
+
+    context_size: int
+    """C, entries of the first observation that describe the task."""
+
+    observation_size: int
+    """O, entries of every observation."""
+
+    headline: str
+    """The number the task is judged by: "success", or the name of an extra such as "max_height"."""
+
+    extra_names: tuple[str, ...]
+    """The keys of every episode's extras."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds of an episode."""
+        return self.horizon * self.dt
+
+
+@dataclass(frozen=True)
+class Start:
+    """One episode about to begin."""
+
+    seed: int
+
+    context: FloatArray
+    """[C]"""
+
+    observation: FloatArray
+    """[O]"""
+
+    position: FloatArray
+    """[D]"""
+
+    velocity: FloatArray
+    """[D] per second."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode as it went; T is the horizon."""
+
+    observations: FloatArray
+    """[T + 1, O], from the first observation to the one after the last step."""
+
+    rewards: FloatArray
+    """[T]"""
+
+    positions: FloatArray
+    """[T + 1, D], where the joints really were."""
+
+    length: int
+    """Steps taken: T, fewer if the environment terminated. The rows after are its absorbing state: the
+    last observation and position repeated, rewards zero."""
+
+    success: bool
+
+    extras: dict[str, float]
+    """Numbers of the episode, e.g. "max_height"; the keys are the adapter's `extra_names`."""
+
+
+class PositionControlledEnv(ABC):
+    """Runs whole desired trajectories in a gymnasium environment whose robot can track positions.
+
+    Subclass it for a new robot: set the class attributes, implement `joint_positions`,
+    `joint_velocities` and `action`, and register the class with `register_adapter`.
+
+    Args:
+        env: an environment with flat (one-dimensional) `Box` observation and action spaces.
+        env_id: the name used in messages and in `EnvSpec`.
+        success_rule: overrides the class's rule.
+
+    Raises:
+        ConfigError: spaces of another kind, or an unknown success rule.
+    """
+
+    num_dof: ClassVar[int]
+    """D, degrees of freedom of the desired trajectory."""
+
+    horizon: ClassVar[int]
+    """T, steps of an episode."""
+
+    dt: ClassVar[float]
+    """Seconds between two steps."""
+
+    context_indices: ClassVar[tuple[int, ...] | None] = None
+    """Entries of the first observation that describe the task; None takes all of them."""
+
+    success_rule: SuccessRule = "any"
+    """Whether one successful step makes a successful episode ("any") or the last step decides ("last")."""
+
+    headline: ClassVar[str] = "success"
+    """The number the task is judged by."""
+
+    extra_names: ClassVar[tuple[str, ...]] = ()
+    """Entries of the last step's ``info`` kept as numbers of the episode."""
+
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], env_id: str, *, success_rule: SuccessRule | None = None
+    ) -> None:
+        for name, space in (("observation", env.observation_space), ("action", env.action_space)):
+            if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
+                raise ConfigError(
+                    f"{env_id}: the {name} space is {space}, but trajectories need a one-dimensional Box. "
+                    "Wrap the environment, e.g. in gymnasium.wrappers.FlattenObservation."
+                )
+        if success_rule is not None:
+            if success_rule not in get_args(SuccessRule):
+                raise ConfigError(f"success_rule is one of {get_args(SuccessRule)}; got {success_rule!r}.")
+            self.success_rule = success_rule
+        self.env = env
+        self.env_id = env_id
+        self._action_low = np.asarray(env.action_space.low, dtype=np.float64)  # type: ignore[attr-defined]
+        self._action_high = np.asarray(env.action_space.high, dtype=np.float64)  # type: ignore[attr-defined]
+        self._ready_seed: int | None = None
+
+    # What a new robot defines.
+
+    @abstractmethod
+    def joint_positions(self) -> FloatArray:
+        """Where the tracked degrees of freedom are now, [D]."""
+
+    @abstractmethod
+    def joint_velocities(self) -> FloatArray:
+        """How fast they move, [D] per second."""
+
+    @abstractmethod
+    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
+        """The action steering towards the desired position [D] and velocity [D] from where the robot is.
+
+        Entries outside of the action space are clipped to it by the caller.
+        """
+
+    def step_success(self, info: Mapping[str, Any]) -> bool:
+        """Whether one step counts as success: ``info["success"]``, absent means no."""
+        return bool(info.get("success", False))
+
+    # What every robot shares.
+
+    @property
+    def spec(self) -> EnvSpec:
+        """The sizes a policy needs."""
+        observation_size = int(self.env.observation_space.shape[0])  # type: ignore[index]
+        return EnvSpec(
+            env_id=self.env_id,
+            num_dof=self.num_dof,
+            horizon=self.horizon,
+            dt=self.dt,
+            context_size=observation_size if self.context_indices is None else len(self.context_indices),
+            observation_size=observation_size,
+            headline=self.headline,
+            extra_names=self.extra_names,
+        )
+
+    def reset(self, seed: int) -> Start:
+        """Begin the episode that belongs to a seed: the same seed always gives the same start."""
+        observation, _ = self.env.reset(seed=seed)
+        observation = np.array(observation, dtype=np.float64)
+        if not np.isfinite(observation).all():
+            raise SimulationError(f"{self.env_id}: the first observation of seed {seed} is not finite.")
+        self._ready_seed = seed
+        self._first_observation = observation
+        context = observation if self.context_indices is None else observation[list(self.context_indices)]
+        return Start(
+            seed, context.copy(), observation, self.joint_positions().copy(), self.joint_velocities().copy()
+        )
+
+    def execute(self, seed: int, desired_positions: FloatArray, desired_velocities: FloatArray) -> Episode:
+        """Run the episode of a seed along a desired trajectory.
+
+        Row t of the trajectory is what the controller aims at during step t, so it is where the robot
+        ought to be at time (t + 1) dt.
+
+        Args:
+            seed: which start; the environment is reset to it unless it stands there already.
+            desired_positions: [T, D].
+            desired_velocities: [T, D] per second.
+
+        Raises:
+            InvalidInputError: a trajectory of another shape, or not finite.
+            SimulationError: the simulator returned something that is not finite.
+        """
+        check_trajectory(self.spec, desired_positions, desired_velocities)
+        if self._ready_seed != seed:
+            self.reset(seed)
+        self._ready_seed = None
+        observations = np.empty((self.horizon + 1, self._first_observation.size))
+        positions = np.empty((self.horizon + 1, self.num_dof))
+        rewards = np.zeros(self.horizon)
+        observations[0], positions[0] = self._first_observation, self.joint_positions()
+        succeeded, length = False, self.horizon
+        info: dict[str, Any] = {}
+        for t in range(self.horizon):
+            action = self.action(desired_positions[t], desired_velocities[t])
+            action = np.minimum(np.maximum(action, self._action_low), self._action_high)
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            observations[t + 1], rewards[t], positions[t + 1] = observation, reward, self.joint_positions()
+            success_now = self.step_success(info)
+            succeeded = success_now if self.success_rule == "last" else succeeded or success_now
+            if terminated or truncated:
+                length = t + 1
+                observations[length + 1 :], positions[length + 1 :] = observations[length], positions[length]
+                break
+        self._check_finite(seed, observations, rewards)
+        extras = {name: float(info[name]) for name in self.extra_names}
+        return Episode(observations, rewards, positions, length, succeeded, extras)
+
+    def _check_finite(self, seed: int, observations: FloatArray, rewards: FloatArray) -> None:
+        finite = np.isfinite(observations[1:]).all(axis=1) & np.isfinite(rewards)
+        if not finite.all():
+            raise SimulationError(
+                f"{self.env_id}: observation or reward is not finite at step {int(np.argmin(finite))} of the "
+                f"episode with seed {seed}. The desired trajectory may ask for more than the simulator "
+                "bears: check its scale."
+            )
+
+    def close(self) -> None:
+        """Release the environment."""
+        self.env.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_trajectory(
+    spec: EnvSpec, positions: FloatArray, velocities: FloatArray, batch: tuple[int, ...] = ()
+) -> None:
+    """Refuse a desired trajectory an environment cannot run, before anything is stepped.
+
+    Raises:
+        InvalidInputError: shapes other than [*batch, T, D], or entries that are not finite.
+    """
+    wanted = (*batch, spec.horizon, spec.num_dof)
+    for name, array in (("positions", positions), ("velocities", velocities)):
+        if np.shape(array) != wanted:
+            raise InvalidInputError(
+                f"{spec.env_id}: desired {name} have shape {np.shape(array)}, expected {wanted} "
+                f"({'episodes, ' if batch else ''}horizon {spec.horizon}, degrees of freedom {spec.num_dof})."
+            )
+        if not np.isfinite(array).all():
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+            raise InvalidInputError(f"{spec.env_id}: desired {name} are not finite, first at index {where}.")
+
+
+_ADAPTERS: dict[str, str | type[PositionControlledEnv]] = {}
+
+
+def register_adapter(env_id: str, adapter: str | type[PositionControlledEnv]) -> None:
+    """Make an environment known by name to the sampler, the training commands and the renderer.
+
+    Args:
+        env_id: an id that ``gymnasium.make`` knows.
+        adapter: a `PositionControlledEnv` subclass, or where to import it from: "package.module:Class".
+
+    Raises:
+        ConfigError: the id belongs to another adapter already.
+    """
+    if _ADAPTERS.get(env_id, adapter) != adapter:
+        raise ConfigError(f"{env_id} is registered already, with {_ADAPTERS[env_id]}. Choose another id.")
+    _ADAPTERS[env_id] = adapter
+
+
+def known_env_ids() -> list[str]:
+    """The environments trajectories can be run in, sorted."""
+    importlib.import_module("tether.episodic.envs")
+    return sorted(_ADAPTERS)
+
+
+def make_position_controlled(env_id: str, **options: Any) -> PositionControlledEnv:
+    """Build an environment that follows desired trajectories, by name.
+
+    Args:
+        env_id: a registered id; "package.module:id" imports that module first, so that an environment of
+            your own reaches the sampler's worker processes too.
+        options: ``success_rule`` for the adapter, everything else for ``gymnasium.make``.
+
+    Raises:
+        ConfigError: an unknown id; the message lists the known ones. Or a module that cannot be imported.
+        MissingDependencyError: what the environment needs is not installed.
+
+    >>> with make_position_controlled("tether/PointReach-v0") as env:
+    ...     start = env.reset(seed=1)
+    ...     still = np.tile(start.position, (env.horizon, 1))
+    ...     episode = env.execute(seed=1, desired_positions=still, desired_velocities=0 * still)
+    >>> env.spec.num_dof, env.spec.horizon, episode.observations.shape
+    (2, 50, (51, 6))
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{env_id!r}: the module {module!r} cannot be imported ({error}). Is it installed, or its "
+                "folder on PYTHONPATH?"
+            ) from error
+    known = known_env_ids()
+    if name not in _ADAPTERS:
+        raise ConfigError(
+            f"Unknown environment {env_id!r}. Known: {', '.join(known)}. Your own: register it with "
+            "tether.episodic.adapters.register_adapter and name it 'package.module:id'."
+        )
+    adapter = _ADAPTERS[name]
+    if isinstance(adapter, str):
+        adapter_module, _, class_name = adapter.partition(":")
+        adapter = getattr(importlib.import_module(adapter_module), class_name)
+        assert isinstance(adapter, type)
+        assert issubclass(adapter, PositionControlledEnv)
+    success_rule = options.pop("success_rule", None)
+    env = gymnasium.make(name, disable_env_checker=True, **options)
+    return adapter(env, env_id, success_rule=success_rule)

@@ -1,0 +1,23 @@
+"""Robot environments behind gymnasium. Importing this module registers them.
+
+``gymnasium.make("tether.episodic.envs:tether/HopperJump-v0")`` imports it by itself.
+"""
+
+from __future__ import annotations
+
+import gymnasium
+
+from tether.episodic.adapters import register_adapter
+
+_HERE = "tether.episodic.envs"
+
+
+def _register(name: str, module: str, env: str, adapter: str, horizon: int, **options: object) -> None:
+    env_id = f"tether/{name}"
+    gymnasium.register(
+        env_id, entry_point=f"{_HERE}.{module}:{env}", max_episode_steps=horizon, kwargs=dict(options)
+    )
+    register_adapter(env_id, f"{_HERE}.{module}:{adapter}")
+
+
+_register("PointReach-v0", "point_reach", "PointReachEnv", "PointReachAdapter", horizon=50)
