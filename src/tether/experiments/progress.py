@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tether.errors import InvalidInputError, MissingDependencyError
+from tether.experiments.files import read_json_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,6 +138,83 @@ class TrainingProgress:
         if steps <= 0:
             return ""
         return format_duration((self._clock() - self._start) / steps * max(self._total - self._step, 0))
+
+
+class SeveralRuns:
+    """Show how far several runs are that other processes train, by looking into their folders.
+
+    In a terminal one live bar a run; in a log file a plain line a run now and then.
+
+    Args:
+        runs: name -> (run folder, steps in all).
+        console: a rich console; by default one on standard error.
+        seconds_between_lines: without a terminal, how often a line is written.
+        clock: seconds from any origin.
+
+    Raises:
+        MissingDependencyError: rich is not installed.
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[str, tuple[Path, int]],
+        *,
+        console: Console | None = None,
+        seconds_between_lines: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runs = dict(runs)
+        self._console = console if console is not None else _console()
+        self._between = seconds_between_lines
+        self._clock = clock
+        self._start = self._last_lines = clock()
+        self._shown: dict[str, int] = {}
+        self._live: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = _live_display(self._console)
+            for name, (_, steps) in self._runs.items():
+                self._tasks[name] = self._live.add_task(name, total=steps, step=0, left="", numbers="")
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def look(self) -> None:
+        """Read what the runs have written and show it."""
+        state = {name: _latest(folder) for name, (folder, _) in self._runs.items()}
+        if self._live is not None:
+            for name, (step, numbers) in state.items():
+                self._live.update(
+                    self._tasks[name], completed=step, step=step, numbers=format_numbers(numbers)
+                )
+            return
+        finished = {name for name, (step, _) in state.items() if step >= self._runs[name][1]}
+        due = self._clock() - self._last_lines >= self._between
+        for name, (step, numbers) in state.items():
+            if self._shown.get(name, 0) != step and (due or name in finished):
+                self._shown[name] = step
+                elapsed = format_duration(self._clock() - self._start)
+                line = f"{name}  {step}/{self._runs[name][1]}  {elapsed} elapsed  {format_numbers(numbers)}"
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if due:
+            self._last_lines = self._clock()
+
+
+def _latest(folder: Path) -> tuple[int, dict[str, float]]:
+    """The last step of a run and the latest of its numbers; 0 and nothing before it has begun."""
+    step, numbers = 0, {}
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        lines = read_json_lines(folder / name)
+        if lines:
+            numbers |= {key: value for key, value in lines[-1].items() if key in SHOWN}
+            step = max(step, int(lines[-1]["step"]))
+    return step, numbers
 
 
 def format_numbers(numbers: Mapping[str, float]) -> str:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tether.errors import ConfigError, MissingDependencyError, TetherWarning
+from tether.errors import ConfigError, MissingDependencyError, TetherError, TetherWarning
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SparseLogProbs
 
@@ -117,6 +116,8 @@ class OldPolicyTrainer(GRPOTrainer):
         self._recorded: list[tuple[Tensor, SparseLogProbs]] | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._tokens: ProjectedTokens | None = None
+        #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
+        self.rollout_rows: list[dict[str, Any]] = []
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_sparse_head(base, self.temperature, maybe_gather_lm_head_ctx)
         self._warn_without_old_policy()
@@ -147,8 +148,17 @@ class OldPolicyTrainer(GRPOTrainer):
                     output[_IDS] = support.ids.int()
                     output[_LOG_PROBS] = support.log_probs
                     output[_LOG_TAIL] = support.log_tail
+                    # Follows its row through TRL's shuffle, so that a report can name the problem.
+                    output["rollout_row"] = torch.arange(support.ids.shape[0], device=support.ids.device)
+                    self.rollout_rows = list(inputs)
         finally:
             self._recorded = None
+        if "old_per_token_logps" in output and _IDS not in output:
+            raise TetherError(
+                "TRL scored the old policy, but its log-probabilities are none of those seen on the way, so "
+                "there is nothing to project on. An override of _get_per_token_logps_and_entropies must "
+                "return the tensor it got from super()."
+            )
         return output
 
     def _get_per_token_logps_and_entropies(
@@ -191,9 +201,9 @@ class OldPolicyTrainer(GRPOTrainer):
         self._loss_inputs = dict(inputs)
         try:
             loss = super()._compute_loss(model, self._loss_inputs)
-        finally:
-            self._loss_inputs = None
-        tokens, self._tokens = self._tokens, None
+            tokens = self._tokens
+        finally:  # nothing of this batch's graph may outlive it, whatever happened
+            self._loss_inputs = self._tokens = None
         assert tokens is not None
         self._log_tokens(tokens, inputs)
         if self.on_tokens is not None:
@@ -205,11 +215,19 @@ class OldPolicyTrainer(GRPOTrainer):
         return 0.0
 
     def _log_tokens(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> None:
+        mask = _loss_mask(inputs)
+        metrics = tokens.metrics(mask)
+        acted = (tokens.projected & (mask > 0)).sum()
+        row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
+        # One column a process and one wait: the numbers that follow are plain Python.
+        counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
         mode = "train" if self.model.training else "eval"
-        for name, value in tokens.metrics(_loss_mask(inputs)).items():
-            every = self.accelerator.gather(value.detach().float())
-            combined = every.max() if name == "kl_max" else every.mean()
-            self._metrics[mode][f"trust_region/{name}"].append(combined.item())
+        for name, values in zip(metrics, columns, strict=True):
+            if name == "kl_max":
+                combined = max(values)
+            else:
+                combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
+            self._metrics[mode][f"trust_region/{name}"].append(combined)
 
     def _aggregate(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Reduce per-token values [B, T] exactly as TRL reduces its per-token loss (1.16)."""
@@ -239,7 +257,8 @@ class TROLLTrainer(OldPolicyTrainer):
     Takes the arguments of `GRPOTrainer`, with `args` a `TROLLConfig`. GRPO, Dr.GRPO, DAPO, BNPO and
     GSPO (`importance_sampling_level="sequence"`) settings, LoRA, gradient checkpointing, bf16,
     gradient accumulation and DDP work as they do there. A penalty on the reference policy (`beta`)
-    is computed from the network's own log-probabilities, not the projected ones.
+    is computed from the network's own log-probabilities and ratios, not the projected ones. The
+    regression acts on every token, also where `top_entropy_quantile` leaves out the policy gradient.
 
     Logs `trust_region/kl_mean` and `kl_max` (nats, before the projection), `projected` (fraction of
     tokens), `mean_step`, `regression` and `tail_mass`. TRL's `clip_ratio/*` stay at zero.
@@ -248,7 +267,7 @@ class TROLLTrainer(OldPolicyTrainer):
 
     Example:
         ```python
-        from tether import TROLLConfig, TROLLTrainer
+        from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
         trainer = TROLLTrainer(
             model="Qwen/Qwen3-0.6B",
@@ -267,15 +286,18 @@ class TROLLTrainer(OldPolicyTrainer):
         "id": "2510.03817",
     }
 
-    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *rest: Any, **kwargs: Any
+    ) -> None:
         if not isinstance(args, TROLLConfig):
             raise ConfigError(
                 f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
                 "TROLLConfig takes every argument of GRPOConfig."
             )
         self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._new_log_probs: Tensor | None = None
+        self._beta = self.beta
         # The projection replaces the clip. An unbounded clip is exactly the plain ratio.
         self.epsilon_low = self.epsilon_high = math.inf
 
@@ -304,30 +326,35 @@ class TROLLTrainer(OldPolicyTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if _IDS not in inputs:
             return super()._compute_loss(model, inputs)
-        with self._without_reference_penalty():
-            return super()._compute_loss(model, inputs)
-
-    @contextmanager
-    def _without_reference_penalty(self) -> Iterator[None]:
-        """TRL would compute the penalty from the projected log-probabilities; `_extra_loss` does it."""
-        beta: float = self.beta  # type: ignore[has-type]
-        self.beta, self._beta = 0.0, beta
+        # TRL would compute the reference penalty from projected log-probabilities; `_extra_loss` does it.
+        self._beta, self.beta = self.beta, 0.0
         try:
-            yield
+            return super()._compute_loss(model, inputs)
         finally:
-            self.beta = beta
+            self.beta = self._beta
+            self._new_log_probs = None
 
     def _extra_loss(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> Tensor | float:
-        new_log_probs, self._new_log_probs = self._new_log_probs, None
-        assert new_log_probs is not None
         extra = self.args.troll_alpha * self._aggregate(tokens.regression, inputs)
         if self._beta != 0.0:
-            penalty = _reference_penalty(new_log_probs, inputs["ref_per_token_logps"])
-            extra = extra + self._beta * self._aggregate(penalty, inputs)
-            mode = "train" if self.model.training else "eval"
-            mean = (penalty * _loss_mask(inputs)).sum() / _loss_mask(inputs).sum().clamp(min=1.0)
-            self._metrics[mode]["kl"].append(self.accelerator.gather(mean.detach()).mean().item())
+            extra = extra + self._beta * self._aggregate(self._reference_penalty(inputs), inputs)
         return extra
+
+    def _reference_penalty(self, inputs: dict[str, Any]) -> Tensor:
+        """TRL's estimate (k3) of KL(new || reference) for each token, [B, T]; logged as `kl`."""
+        new_log_probs, mask = self._new_log_probs, _loss_mask(inputs)
+        assert new_log_probs is not None
+        difference = inputs["ref_per_token_logps"] - new_log_probs
+        penalty = difference.exp() - difference - 1
+        if self.args.use_bias_correction_kl:  # the tokens are the old policy's, the divergence the new one's
+            log_ratio = new_log_probs - inputs["old_per_token_logps"]
+            if self.importance_sampling_level == "sequence":
+                log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+            penalty = penalty * log_ratio.exp()
+        totals = torch.stack([(penalty.detach() * mask).sum(), mask.sum().to(penalty.dtype)])
+        total, count = self.accelerator.reduce(totals, reduction="sum").tolist()
+        self._metrics["train" if self.model.training else "eval"]["kl"].append(total / max(count, 1.0))
+        return penalty
 
 
 class _Tap:
@@ -373,10 +400,12 @@ def _loss_mask(inputs: dict[str, Any]) -> Tensor:
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
-def _reference_penalty(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """The k3 estimate of KL(new || reference) that TRL uses."""
-    difference = reference - log_probs
-    return difference.exp() - difference - 1
+def _weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Over processes; where nothing weighs anything, every process reports the same default."""
+    total = sum(weights)
+    if total == 0:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
 
 
 def _check_ranges(config: TROLLConfig) -> None:
@@ -416,15 +445,7 @@ def _check_combinations(config: TROLLConfig) -> None:
             "off_policy_mask_threshold would judge sequences by their projected log-probabilities, which "
             "never leave the trust region. Leave it unset; the projection already bounds each token."
         )
-    if config.use_bias_correction_kl and config.beta != 0.0:
-        raise ConfigError(
-            "use_bias_correction_kl weighs the reference penalty with the clipped ratio, which TROLL "
-            "does not have. Set use_bias_correction_kl=False."
-        )
-    truncating = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    changed = {
-        n: getattr(config, n) for n, off in truncating.items() if getattr(config, n) not in (off, None)
-    }
+    changed = _reshaped_sampling(config)
     if changed:
         warnings.warn(
             f"{changed} make the sampler a different policy than the one whose log-probabilities are "
@@ -433,3 +454,12 @@ def _check_combinations(config: TROLLConfig) -> None:
             TetherWarning,
             stacklevel=4,
         )
+
+
+def _reshaped_sampling(config: TROLLConfig) -> dict[str, Any]:
+    """The settings under which tokens are not drawn from the distribution that is scored."""
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    chosen = {name: getattr(config, name) for name in neutral}
+    neutral["temperature"] = config.temperature  # what the scores are divided by
+    chosen.update({n: v for n, v in (config.generation_kwargs or {}).items() if n in neutral})
+    return {name: value for name, value in chosen.items() if value not in (neutral[name], None)}

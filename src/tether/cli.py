@@ -1,0 +1,136 @@
+"""The `tether` command: parse, build a config, call. Nothing else happens here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tether.errors import MissingDependencyError, TetherError
+
+Config = TypeVar("Config")
+
+_HELP = """\
+usage: tether COMMAND ...
+
+Trust regions for policy updates, from LLM tokens to robot trajectories.
+
+  tether llm train       train a language model on a task
+  tether llm eval        measure a model on held-out problems
+  tether llm compare     train several trust regions side by side, with a report
+  tether report RUN ...  one HTML report of any runs
+
+Each command lists its options with --help and reads them from a file with --config FILE.yaml;
+options typed besides the file override it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a Tether error becomes one message and exit code 1."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(arguments)
+    except TetherError as error:
+        print(f"tether: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("tether: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return 0
+    if arguments[0] in ("-V", "--version", "version"):
+        from tether import __version__
+
+        print(__version__)
+        return 0
+    words = arguments[:2] if arguments[0] in _GROUPS else arguments[:1]
+    command = _COMMANDS.get(" ".join(words))
+    if command is None:
+        print(f"tether: no command {' '.join(words)!r}\n\n{_HELP}", file=sys.stderr)
+        return 2
+    command(arguments[len(words) :])
+    return 0
+
+
+def _llm_train(arguments: list[str]) -> None:
+    from tether.llm.config import TrainConfig
+
+    config = _parse(TrainConfig, "tether llm train", arguments)
+    from tether.llm.train import train
+
+    run = train(config)
+    print(f"The run is in {run.path}. See it with: tether report {run.path}")
+
+
+def _llm_eval(arguments: list[str]) -> None:
+    from tether.llm.config import EvalConfig
+
+    config = _parse(EvalConfig, "tether llm eval", arguments)
+    from tether.llm.evaluate import evaluate, print_evaluation
+
+    print_evaluation(config, evaluate(config))
+
+
+def _llm_compare(arguments: list[str]) -> None:
+    from tether.llm.config import CompareConfig
+
+    config = _parse(CompareConfig, "tether llm compare", arguments)
+    from tether.llm.compare import compare
+
+    _report_on(compare(config), config.output / "report")
+
+
+def _report(arguments: list[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="tether report", description="Write one self-contained HTML report, and its plots, of runs."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of runs")
+    parser.add_argument("--output", type=Path, default=Path("report"), help="folder for report and plots")
+    parser.add_argument("--title", help="headline of the report")
+    options = parser.parse_args(arguments)
+    _report_on(options.runs, options.output, options.title)
+
+
+def _report_on(runs: Sequence[Path], output: Path, title: str | None = None) -> None:
+    from tether.experiments.report import write_report
+    from tether.experiments.summary import print_results
+
+    print_results(runs)
+    page = write_report(runs, output, title=title)
+    print(f"\nReport: {page.resolve().as_uri()}")
+
+
+def _parse(config: type[Config], program: str, arguments: list[str]) -> Config:
+    """Options to a config dataclass, those of a --config file first so that typed ones win."""
+    try:
+        import tyro
+    except ImportError as error:
+        raise MissingDependencyError(
+            "The command line needs an extra: pip install 'tether-rl[llm]' for language models."
+        ) from error
+    from tether.experiments.settings_file import options_from_file
+
+    from_file: list[str] = []
+    while "--config" in arguments:
+        place = arguments.index("--config")
+        if place + 1 == len(arguments):
+            raise TetherError("--config needs a file name after it.")
+        from_file += options_from_file(arguments[place + 1])
+        arguments = arguments[:place] + arguments[place + 2 :]
+    return tyro.cli(config, prog=program, args=from_file + arguments)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    "llm train": _llm_train,
+    "llm eval": _llm_eval,
+    "llm compare": _llm_compare,
+    "report": _report,
+}
+_GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}

@@ -1,0 +1,87 @@
+"""Settings in YAML files, read as if they had been typed as options.
+
+A file goes through the same parser as the command line, so a misspelt key, a wrong type or a value out
+of range gets the same message in both, and an option typed besides the file overrides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.errors import ConfigError, MissingDependencyError
+from tether.experiments.files import atomic_write_text
+
+
+def options_from_file(path: str | Path) -> list[str]:
+    """The options a YAML file of nested settings stands for.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping of settings.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w+", suffix=".yaml") as file:
+    ...     _ = file.write("seeds: [0, 1]\\ntrain: {steps: 5, resume: false}\\n"); file.flush()
+    ...     options_from_file(file.name)
+    ['--seeds', '0', '1', '--train.steps', '5', '--train.no-resume']
+    """
+    yaml = _yaml()
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The settings file {path} cannot be read ({error.strerror}).") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"The settings file {path} must map option names to values, as in 'steps: 100'; it holds "
+            f"{type(settings).__name__}."
+        )
+    return list(_options(settings, ""))
+
+
+def write_settings(path: str | Path, config: Any) -> Path:
+    """Write a config dataclass as a YAML file that `options_from_file` turns back into it."""
+    return atomic_write_text(path, _yaml().safe_dump(_plain(config), sort_keys=False))
+
+
+def _options(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in settings.items():
+        name = str(key).replace("_", "-")
+        if isinstance(value, Mapping) and key.endswith("_options"):
+            # A free-form mapping is one option with keys and values in turn.
+            yield f"--{prefix}{name}"
+            for inner, setting in value.items():
+                yield from (str(inner), str(setting))
+        elif isinstance(value, Mapping):
+            yield from _options(value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            yield f"--{prefix}{name}" if value else f"--{prefix}no-{name}"
+        elif isinstance(value, list):
+            yield f"--{prefix}{name}"
+            yield from map(str, value)
+        else:
+            yield from (f"--{prefix}{name}", str(value))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    # YAML's null would come back as the word "null", its infinity as ".inf".
+    return str(value) if value is None or isinstance(value, float) else value
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingDependencyError("Settings files need PyYAML: pip install 'tether-rl[cli]'.") from error
+    return yaml

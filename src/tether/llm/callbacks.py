@@ -1,0 +1,231 @@
+"""What happens around the optimizer steps: logging, evaluation, samples, checkpoints, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from tether.errors import InvalidInputError
+from tether.experiments import RunFolder, TrainingProgress
+from tether.llm.config import TrainConfig
+from tether.llm.evaluate import Evaluation
+from tether.llm.tasks import Task
+
+if TYPE_CHECKING:
+    from tether.integrations.trl import OldPolicyTrainer
+    from tether.losses import ProjectedTokens
+
+# TRL's and our own names of what is logged each step, and the run folder's.
+_METRICS = {
+    "loss": "loss",
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "completions/mean_length": "completion_length",
+    "completions/clipped_ratio": "truncated",
+    "clip_ratio/region_mean": "clipped",
+    "kl": "reference_kl",
+    "step_time": "step_seconds",
+    "trust_region/kl_mean": "kl_mean",
+    "trust_region/kl_max": "kl_max",
+    "trust_region/projected": "projected",
+    "trust_region/mean_step": "mean_step",
+    "trust_region/regression": "regression",
+    "trust_region/tail_mass": "tail_mass",
+}
+
+# Responses kept for the report at each evaluation.
+_SAMPLED_RESPONSES = 12
+
+
+class MetricsCallback(TrainerCallback):
+    """Write each step's numbers to the run folder and the progress display."""
+
+    def __init__(self, run: RunFolder, progress: TrainingProgress) -> None:
+        self._run = run
+        self._progress = progress
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Rename what TRL logged and write it down."""
+        if not logs or "loss" not in logs:  # the summary at the end of training
+            return
+        numbers = {ours: float(logs[theirs]) for theirs, ours in _METRICS.items() if theirs in logs}
+        self._run.log(state.global_step, **numbers)
+        self._progress.update(state.global_step, **numbers)
+
+
+class EvaluationCallback(TrainerCallback):
+    """Measure success on held-out problems before, during and after training."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        progress: TrainingProgress,
+        evaluate: Callable[[], Evaluation],
+        config: TrainConfig,
+    ) -> None:
+        self._run = run
+        self._progress = progress
+        self._evaluate = evaluate
+        self._config = config
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The starting point; a resumed run has it already."""
+        if state.global_step == 0:
+            self._measure(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Evaluate when it is time, and at the end."""
+        step, every = state.global_step, self._config.eval_every
+        if step == self._config.steps or (every and step % every == 0):
+            self._measure(step)
+
+    def _measure(self, step: int) -> None:
+        result = self._evaluate()
+        numbers = {
+            "success": result.success,
+            "success_greedy": result.success_greedy,
+            "reward": result.reward,
+            "problems": float(self._config.eval_problems),
+        }
+        self._run.log_eval(step, **numbers)
+        self._progress.update(step, success=result.success, success_greedy=result.success_greedy)
+
+
+class SamplesCallback(TrainerCallback):
+    """Keep a few responses, token by token, from the last update of a batch, when the data is stalest."""
+
+    def __init__(self, run: RunFolder, task: Task, tokenizer: Any, config: TrainConfig) -> None:
+        self._run = run
+        self._task = task
+        self._tokenizer = tokenizer
+        self._every = config.eval_every or config.steps
+        self._updates = config.updates_per_rollout
+        self._rows: list[dict[str, Any]] = []
+
+    def watch(self, trainer: OldPolicyTrainer) -> None:
+        """Receive the tokens of each update of this trainer."""
+        trainer.on_tokens = self._on_tokens
+
+    def _on_tokens(self, trainer: Any, inputs: dict[str, Any], tokens: ProjectedTokens) -> None:
+        step = trainer.state.global_step + 1
+        if step % self._every or len(self._rows) >= _SAMPLED_RESPONSES:
+            return
+        for row in range(min(len(inputs["completion_ids"]), _SAMPLED_RESPONSES - len(self._rows))):
+            self._rows.append(self._describe(trainer, inputs, tokens, row))
+
+    def _describe(
+        self, trainer: Any, inputs: dict[str, Any], tokens: ProjectedTokens, row: int
+    ) -> dict[str, Any]:
+        length = int(inputs["completion_mask"][row].sum())
+        ids = inputs["completion_ids"][row, :length].tolist()
+        problem = trainer.rollout_rows[int(inputs["rollout_row"][row])]
+        response = self._tokenizer.decode(ids, skip_special_tokens=True)
+        columns = zip(
+            ids,
+            tokens.kl[row, :length].tolist(),
+            tokens.projected[row, :length].tolist(),
+            tokens.log_probs[row, :length].tolist(),
+            tokens.old_log_probs[row, :length].tolist(),
+            strict=True,
+        )
+        return {
+            "prompt": _as_text(problem["prompt"]),
+            "reference": problem["answer"],
+            "reward": self._task.verify(response, problem["answer"]).reward,
+            "tokens": [
+                {
+                    "text": self._tokenizer.decode([token]),
+                    "kl": kl,
+                    "projected": projected,
+                    "log_prob": log_prob,
+                    "old_log_prob": old_log_prob,
+                }
+                for token, kl, projected, log_prob, old_log_prob in columns
+            ],
+        }
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write what was gathered in this step."""
+        if self._rows:
+            self._run.save_samples(state.global_step, self._rows)
+            self._rows = []
+
+
+class CheckpointCallback(TrainerCallback):
+    """Save where the run can be continued exactly: after the last update on a batch of rollouts.
+
+    Transformers writes the checkpoint after the step's numbers are logged; it then moves, complete, to
+    the run's checkpoints. Whatever is killed in between leaves the previous checkpoint and nothing else.
+    """
+
+    def __init__(self, run: RunFolder, config: TrainConfig) -> None:
+        self._run = run
+        self._config = config
+        self._stop = False
+
+    def request_stop(self) -> None:
+        """Save and stop at the next place the run can return to."""
+        self._stop = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Ask for a checkpoint when it is time, at the end, and when asked to stop."""
+        step, every = state.global_step, self._config.save_every
+        at_boundary = step % self._config.updates_per_rollout == 0
+        due = bool(every) and step % every == 0
+        control.should_save = step == self._config.steps or (at_boundary and (due or self._stop))
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Move what was written to the run's checkpoints, and stop if asked to."""
+        written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        target = self._run.checkpoint_folder(state.global_step)
+        for item in written.iterdir():
+            if item.name != "training_args.bin":  # a pickle, which nothing of ours reads
+                os.replace(item, target / item.name)
+        self._run.mark_complete(state.global_step, keep=self._config.keep_checkpoints)
+        shutil.rmtree(args.output_dir)
+        # Not before the save: the flag would be part of the checkpoint, and stop the resumed run.
+        control.should_training_stop = self._stop or control.should_training_stop
+        return control
+
+
+@contextmanager
+def stopping_on_interrupt(request_stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(signum: int, frame: Any) -> None:
+        say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
+        request_stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _as_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    raise InvalidInputError(f"A prompt must be text or a conversation, got {type(prompt).__name__}.")

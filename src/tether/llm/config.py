@@ -1,0 +1,241 @@
+"""What can be chosen when a language model is trained, evaluated or compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tether.errors import ConfigError
+
+TrustRegion = Literal["troll", "clip", "none"]
+Estimator = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo"]
+Tail = Literal["bucket", "paper"]
+Region = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run of one model on one task."""
+
+    output: Path = Path("runs/llm")
+    """Folder of the run; it must not hold another one."""
+    model: str = "embedded"
+    """"embedded" (ships with Tether), a folder, or a name on the Hugging Face hub."""
+    task: str = "chained"
+    """What to learn: arithmetic, chained, or gsm8k."""
+    task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of the task, such as path for a JSONL file with gsm8k's fields."""
+
+    trust_region: TrustRegion = "troll"
+    """How an update is kept close to the policy that gathered the data."""
+    estimator: Estimator = "grpo"
+    """How advantages and the loss are aggregated; gspo uses one ratio a sequence."""
+    kl_bound: float = 0.05
+    """TROLL: bound on each token's KL(new || old) in nats; inf switches it off."""
+    alpha: float = 1.0
+    """TROLL: weight of the regression of the network onto its projection."""
+    top_k: int = 64
+    """Ids kept of each old token distribution, besides the sampled one."""
+    mass: float = 1 - 1e-5
+    """Keep fewer ids where the most likely ones hold this much probability."""
+    tail: Tail = "bucket"
+    """TROLL: all other ids as one outcome with their exact mass, or the paper's fixed probability."""
+    region: Region = "token"
+    """TROLL: bound each token, or the mean over a sequence's tokens."""
+    clip_low: float | None = None
+    """Clip: how far a ratio may fall; by default .2, and 3e-4 for gspo."""
+    clip_high: float | None = None
+    """Clip: how far a ratio may rise; by default clip_low, and 4e-4 for gspo."""
+
+    seed: int = 0
+    """Seed of everything random."""
+    steps: int = 160
+    """Optimizer steps in all."""
+    updates_per_rollout: int = 8
+    """Optimizer steps on each batch of responses; more of them make the data staler."""
+    prompts_per_rollout: int = 32
+    """Problems in a batch."""
+    responses_per_prompt: int = 8
+    """Responses to each problem; their mean reward is the baseline."""
+    micro_batch_size: int | None = None
+    """Responses in memory at a time; by default those of a whole update."""
+    learning_rate: float = 3e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    reference_penalty: float = 0.0
+    """Weight of the KL penalty towards the starting model (TRL's beta); needs LoRA or a model on disk."""
+    temperature: float = 1.0
+    """Sampling temperature, in training and held-out sampling."""
+    max_response_tokens: int | None = None
+    """Longest response; by default what suits the task."""
+
+    lora_rank: int | None = None
+    """Train low-rank adapters of this rank instead of all weights."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Type of the weights."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    device: Literal["auto", "cpu"] = "auto"
+    """"auto" uses an accelerator where there is one."""
+    threads: int | None = None
+    """Torch threads; by default one a core."""
+
+    eval_every: int = 16
+    """Steps between evaluations on held-out problems; 0 for only before and after."""
+    eval_problems: int = 200
+    """Held-out problems."""
+    eval_samples: int = 1
+    """Sampled responses to each of them."""
+    save_every: int = 32
+    """Steps between checkpoints; a multiple of updates_per_rollout."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep."""
+    resume: bool = False
+    """Continue the run in the output folder from its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work before any time is spent on it."""
+        for name in ("steps", "updates_per_rollout", "prompts_per_rollout", "eval_problems", "eval_samples",
+                     "keep_checkpoints"):  # fmt: skip
+            _at_least_one(name, getattr(self, name))
+        for name in ("micro_batch_size", "max_response_tokens", "lora_rank", "threads"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.responses_per_prompt < 2:
+            raise ConfigError(
+                f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}: "
+                "advantages compare the responses to one prompt."
+            )
+        if not self.kl_bound > 0:
+            raise ConfigError(f"kl_bound must be positive, got {self.kl_bound}. inf switches TROLL off.")
+        if not self.alpha >= 0:
+            raise ConfigError(f"alpha must not be negative, got {self.alpha}.")
+        if not self.temperature > 0 or not math.isfinite(self.temperature):
+            raise ConfigError(f"temperature must be positive, got {self.temperature}.")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        responses = self.prompts_per_rollout * self.responses_per_prompt
+        if responses % self.updates_per_rollout:
+            raise ConfigError(
+                f"{self.prompts_per_rollout} prompts x {self.responses_per_prompt} responses = {responses} "
+                f"cannot be split into {self.updates_per_rollout} equal updates. Change one of the three."
+            )
+        if self.responses_per_update % self.responses_per_micro_batch:
+            raise ConfigError(
+                f"micro_batch_size={self.micro_batch_size} does not divide the {self.responses_per_update} "
+                "responses of an update."
+            )
+        for name in ("save_every", "eval_every"):
+            value = getattr(self, name)
+            if value < 0 or value % self.updates_per_rollout:
+                raise ConfigError(
+                    f"{name}={value} must be a multiple of updates_per_rollout={self.updates_per_rollout}: "
+                    "between two updates on one batch the run is not at a place it can return to."
+                )
+
+    @property
+    def responses_per_update(self) -> int:
+        """Responses an optimizer step learns from."""
+        return self.prompts_per_rollout * self.responses_per_prompt // self.updates_per_rollout
+
+    @property
+    def responses_per_micro_batch(self) -> int:
+        """Responses in memory at a time."""
+        return self.micro_batch_size or self.responses_per_update
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper half-width of the clip."""
+        defaults = (3e-4, 4e-4) if self.estimator == "gspo" else (0.2, None)
+        low = defaults[0] if self.clip_low is None else self.clip_low
+        high = self.clip_high if self.clip_high is not None else defaults[1]
+        return low, low if high is None else high
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables and legends."""
+        return {"troll": "TROLL", "clip": "clip", "none": "no trust region"}[self.trust_region]
+
+    def settings(self) -> dict[str, Any]:
+        """What defines the run, for its folder; where it is and how it is continued do not."""
+        settings = asdict(self)
+        for name in ("output", "resume", "seed", "threads"):
+            settings.pop(name)
+        return settings
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Success of a model on held-out problems."""
+
+    model: str = "embedded"
+    """"embedded", a folder (a run's checkpoint/model, say), or a name on the hub."""
+    task: str = "chained"
+    """Which problems."""
+    task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of the task."""
+    split: Literal["validation", "test"] = "test"
+    """Which held-out problems; keep test for the end."""
+    problems: int = 500
+    """How many."""
+    samples: int = 4
+    """Sampled responses to each; one greedy response is always measured besides."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    max_response_tokens: int | None = None
+    """Longest response; by default what suits the task."""
+    batch_size: int = 256
+    """Responses generated at a time."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Type of the weights."""
+    seed: int = 0
+    """Seed of problems and samples."""
+    output: Path | None = None
+    """JSONL file to write every response and verdict to."""
+    threads: int | None = None
+    """Torch threads; by default one a core."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot work."""
+        for name in ("problems", "samples", "batch_size"):
+            _at_least_one(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Several trust regions, trained on the same work, in one report."""
+
+    output: Path = Path("runs/compare")
+    """Folder for the runs and the report."""
+    trust_regions: tuple[TrustRegion, ...] = ("troll", "clip")
+    """Which methods."""
+    seeds: tuple[int, ...] = (0,)
+    """Which seeds; several give intervals over them."""
+    jobs: int | None = None
+    """Runs at a time; by default one a core, each with an equal share of the cores."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """What all runs share; its output, trust_region, seed and threads are set for each."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty comparison."""
+        if not self.trust_regions or not self.seeds:
+            raise ConfigError("A comparison needs at least one trust region and one seed.")
+        if len(set(self.trust_regions)) != len(self.trust_regions) or len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError(
+                f"trust_regions={self.trust_regions} and seeds={self.seeds} must not repeat themselves."
+            )
+        if self.jobs is not None:
+            _at_least_one("jobs", self.jobs)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}.")

@@ -1,0 +1,141 @@
+"""From a `TrainConfig` to a ready TRL trainer."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tether.llm.config import TrainConfig
+from tether.llm.tasks import Task, reward_function, to_dataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tether.integrations.trl import OldPolicyTrainer
+
+# How each estimator is spelt in TRL.
+_ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
+
+
+def make_trainer(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    folder: Path,
+) -> OldPolicyTrainer:
+    """The trainer a config asks for; all of them measure how far the policy moves.
+
+    Args:
+        config: what was chosen.
+        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them.
+        task: gives the problems and checks the answers.
+        folder: where TRL puts its own files.
+    """
+    from trl import GRPOConfig
+
+    from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
+
+    settings = _trl_settings(config, task, folder)
+    shared: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": reward_function(task),
+        "train_dataset": _problems_in_training_order(config, task),
+        "processing_class": tokenizer,
+        "peft_config": _lora(config),
+    }
+    if config.trust_region == "troll":
+        return TROLLTrainer(
+            args=TROLLConfig(
+                **settings,
+                troll_kl_bound=config.kl_bound,
+                troll_alpha=config.alpha,
+                troll_top_k=config.top_k,
+                troll_mass=config.mass,
+                troll_tail=config.tail,
+                troll_region=config.region,
+            ),
+            **shared,
+        )
+    low, high = config.clip_range if config.trust_region == "clip" else (math.inf, math.inf)
+    trainer_class = _measuring(OldPolicyTrainer, config)
+    return trainer_class(args=GRPOConfig(**settings, epsilon=low, epsilon_high=high), **shared)
+
+
+def _measuring(base: type[OldPolicyTrainer], config: TrainConfig) -> Callable[..., OldPolicyTrainer]:
+    """The baseline trainer, looking at as many ids as TROLL would."""
+    return type("OldPolicyTrainer", (base,), {"support_top_k": config.top_k, "support_mass": config.mass})
+
+
+def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
+    import torch
+
+    accumulation = config.responses_per_update // config.responses_per_micro_batch
+    cpu = config.device == "cpu" or not torch.accelerator.is_available()
+    return {
+        **_ESTIMATORS[config.estimator],
+        "output_dir": str(folder),
+        "use_cpu": cpu,
+        "bf16": not cpu and config.dtype != "float32",
+        "seed": config.seed,
+        "max_steps": config.steps,
+        "per_device_train_batch_size": config.responses_per_micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": config.updates_per_rollout * accumulation,
+        "num_generations": config.responses_per_prompt,
+        "max_completion_length": config.max_response_tokens or task.max_response_tokens,
+        "temperature": config.temperature,
+        "beta": config.reference_penalty,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": config.warmup_steps,
+        "weight_decay": 0.0,
+        "max_grad_norm": config.max_grad_norm,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        # The order is ours (below), and the same after a resume in whichever epoch.
+        "shuffle_dataset": False,
+        "dataloader_pin_memory": not cpu,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+
+
+def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
+    """As many problems as the run will see, each pass over the data in a new order."""
+    rollouts = math.ceil(config.steps / config.updates_per_rollout)
+    needed = rollouts * config.prompts_per_rollout
+    dataset = to_dataset(task, "train", needed, config.seed)
+    order: list[int] = []
+    rng = random.Random(config.seed)
+    while len(order) < needed:
+        once = list(range(len(dataset)))
+        rng.shuffle(once)
+        order += once
+    return dataset.select(order[:needed])
+
+
+def _lora(config: TrainConfig) -> Any:
+    if config.lora_rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=2 * config.lora_rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
