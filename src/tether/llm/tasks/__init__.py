@@ -1,1 +1,70 @@
+"""Verifiable tasks: one file a task, a plain dict of them, and what a trainer needs of one.
 
+>>> task = make_task("arithmetic", digits=2)
+>>> problem = task.problems("validation", limit=1)[0]
+>>> task.verify("not a number", problem.answer).reward
+0.0
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tether.errors import ConfigError
+from tether.llm.tasks.arithmetic import ArithmeticTask
+from tether.llm.tasks.chained import ChainedTask
+from tether.llm.tasks.gsm8k import GSM8KTask
+from tether.llm.tasks.protocol import Problem, Prompt, Split, Task, Verdict
+from tether.llm.tasks.training import reward_function, to_dataset
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": ArithmeticTask,
+    "chained": ChainedTask,
+    "gsm8k": GSM8KTask,
+}
+"""Every task by name; add your own entry to make it available to `make_task`."""
+
+
+def make_task(name: str, **options: Any) -> Task:
+    """Build a task from its name and options, as a configuration file gives them.
+
+    Args:
+        name: A key of `TASKS`.
+        **options: The task's own keywords.
+
+    Raises:
+        ConfigError: The name or an option is unknown; the message lists what there is.
+
+    >>> make_task("chained", terms=3).max_response_tokens
+    30
+    >>> make_task("chess")
+    Traceback (most recent call last):
+    tether.errors.ConfigError: Unknown task 'chess'. Use one of: arithmetic, chained, gsm8k.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"Unknown task {name!r}. Use one of: {', '.join(sorted(TASKS))}.")
+    factory = TASKS[name]
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise ConfigError(f"Task {name!r}: {error}. Its options are: {known}.") from error
+    return factory(**options)
+
+
+__all__ = [
+    "TASKS",
+    "ArithmeticTask",
+    "ChainedTask",
+    "GSM8KTask",
+    "Problem",
+    "Prompt",
+    "Split",
+    "Task",
+    "Verdict",
+    "make_task",
+    "reward_function",
+    "to_dataset",
+]

@@ -1,0 +1,179 @@
+"""Loading a causal language model and its tokenizer so that training can rely on both."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tether.errors import CheckpointError, ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+"""The name under which `load_model_and_tokenizer` knows the model that ships with Tether."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|fim_pad|>")
+
+
+def embedded_model_path() -> Path:
+    """Give the folder of the model that ships with Tether, in Hugging Face's format.
+
+    Raises:
+        CheckpointError: The installation lacks the model's files.
+
+    >>> (embedded_model_path() / "model.safetensors").is_file()
+    True
+    """
+    path = Path(__file__).with_name("embedded")
+    if not (path / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"The embedded model is missing from {path}. Install tether-rl again, or train it with "
+            "recipes/embedded_model.py."
+        )
+    return path
+
+
+def load_model_and_tokenizer(
+    name_or_path: str | Path = EMBEDDED,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
+    attn_implementation: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and a tokenizer that fit each other and can generate in batches.
+
+    The tokenizer pads on the left, as generation needs, and has a padding token that differs from its end
+    token wherever one can be had: an existing padding-like token, or a new one on a row the embedding
+    already has. The model knows the same tokens.
+
+    Args:
+        name_or_path: ``"embedded"`` for the model that ships with Tether, a folder in Hugging Face's
+            format, or a name on the hub.
+        dtype: Type of the weights; ``"auto"`` keeps the type they are stored in.
+        device: Where the model goes.
+        attn_implementation: Passed to transformers; None lets it choose.
+
+    Returns:
+        The model, in evaluation mode as transformers loads it, and the tokenizer.
+
+    Raises:
+        ConfigError: A folder or hub name that does not exist; no end token; a tokenizer with more tokens
+            than the model has embedding rows; an unknown `dtype`.
+        CheckpointError: A folder that is no model, or whose files cannot be read.
+        MissingDependencyError: transformers is not installed.
+
+    >>> model, tokenizer = load_model_and_tokenizer("embedded")
+    >>> tokenizer.decode(tokenizer("374+258=").input_ids)
+    '374+258='
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Models are loaded with transformers. Install tether-rl[llm]."
+        ) from error
+    source = _resolve(name_or_path)
+    options: dict[str, Any] = {"dtype": _checked_dtype(dtype)}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise _unreadable(name_or_path, source, error) from error
+    _match(model, tokenizer, str(name_or_path))
+    return model.to(device), tokenizer
+
+
+def _resolve(name_or_path: str | Path) -> str:
+    if name_or_path == EMBEDDED:
+        return str(embedded_model_path())
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path} holds no config.json, so it is no model folder. Give the folder that "
+                "`save_pretrained` wrote."
+            )
+        return str(path)
+    if isinstance(name_or_path, Path) or not _HUB_NAME.fullmatch(name_or_path):
+        raise ConfigError(
+            f"There is no model folder {path}. Check the path, or use '{EMBEDDED}' or a hub name such as "
+            "'HuggingFaceTB/SmolLM2-135M-Instruct'."
+        )
+    return name_or_path
+
+
+def _checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    resolved = getattr(torch, dtype, None)
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigError(f"Unknown dtype {dtype!r}. Use 'float32', 'bfloat16', 'float16' or 'auto'.")
+    return resolved
+
+
+def _unreadable(name_or_path: str | Path, source: str, error: Exception) -> ConfigError | CheckpointError:
+    reason = f"{type(error).__name__}: {error}"
+    if Path(source).is_dir():
+        return CheckpointError(
+            f"The model in {source} cannot be loaded ({reason}). It needs config.json, "
+            "model.safetensors and the "
+            "tokenizer's files; save it again with `save_pretrained`."
+        )
+    return ConfigError(
+        f"{str(name_or_path)!r} is neither a folder here nor a model the hub gives ({reason}). Check "
+        "the spelling "
+        "and the connection, or give a folder."
+    )
+
+
+def _match(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a pair that does not fit, then make both agree on the padding and end tokens."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"The tokenizer of {name!r} has {len(tokenizer)} tokens but the model has {rows} "
+            "embedding rows; they do "
+            "not belong together. Use the model's own tokenizer, or resize the embedding and save the model."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"The tokenizer of {name!r} has no end token, so no response could end. Set eos_token in its "
+            "tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        _give_pad_token(tokenizer, rows)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    generation = model.generation_config
+    if generation is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+        ends = (
+            generation.eos_token_id
+            if isinstance(generation.eos_token_id, list)
+            else [generation.eos_token_id]
+        )
+        if tokenizer.eos_token_id not in ends:
+            generation.eos_token_id = [tokenizer.eos_token_id, *(end for end in ends if end is not None)]
+
+
+def _give_pad_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    vocabulary = tokenizer.get_vocab()
+    candidates = [*_PAD_CANDIDATES, tokenizer.unk_token]
+    for candidate in candidates:
+        if candidate in vocabulary and vocabulary[candidate] != tokenizer.eos_token_id:
+            tokenizer.pad_token = candidate
+            return
+    if len(tokenizer) < rows:
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        return
+    _log.info("The tokenizer has no padding token and the embedding no free row: padding with the end token.")
+    tokenizer.pad_token = tokenizer.eos_token

@@ -1,0 +1,113 @@
+"""A task in the form TRL's trainers take: a dataset and a reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tether.errors import DataError, InvalidInputError, MissingDependencyError
+from tether.llm.tasks.protocol import Split, Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Completion = str | list[dict[str, Any]]
+"""A response as TRL hands it over: text, or the messages that continue a conversation."""
+
+
+def to_dataset(task: Task, split: Split, limit: int | None = None, seed: int = 0) -> Dataset:
+    """Turn a split of a task into the dataset TRL's trainers read.
+
+    Args:
+        task: Any task.
+        split: ``"train"``, ``"validation"`` or ``"test"``.
+        limit: How many problems; None takes the task's default.
+        seed: Which problems, and their order.
+
+    Returns:
+        A dataset with columns ``"prompt"`` (text or messages) and ``"answer"`` (text).
+
+    Raises:
+        MissingDependencyError: `datasets` is not installed.
+        DataError: The split is empty or the task's data cannot be read.
+
+    >>> from tether.llm.tasks import ArithmeticTask
+    >>> to_dataset(ArithmeticTask(digits=1), "train", limit=1)[0]
+    {'prompt': '9-4=', 'answer': '5'}
+    """
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise MissingDependencyError("A dataset needs `datasets`. Install tether-rl[llm].") from error
+    problems = task.problems(split, limit, seed)
+    if not problems:
+        raise DataError(
+            f"Task {task.name!r} has no problems in its {split} split; there is nothing to learn."
+        )
+    return Dataset.from_dict(
+        {
+            "prompt": [problem.prompt for problem in problems],
+            "answer": [problem.answer for problem in problems],
+        }
+    )
+
+
+def reward_function(task: Task) -> Callable[..., list[float]]:
+    """Give TRL's trainers a reward function that checks responses with `task`.
+
+    The result takes ``(prompts, completions, completion_ids=None, *, answer, **columns)`` and returns one
+    reward a completion. Completions are strings or, for conversations, lists of messages of which the
+    last one's content counts. It carries the name ``<task>_reward``, under which TRL logs it.
+
+    Raises:
+        DataError: (from the result) the dataset has no column ``"answer"``.
+        InvalidInputError: (from the result) completions and answers differ in number.
+
+    >>> from tether.llm.tasks import ArithmeticTask
+    >>> reward_function(ArithmeticTask())(["374+258="] * 2, ["632", "633"], answer=["632", "632"])
+    [1.0, 0.0]
+    """
+
+    def reward(
+        prompts: list[Any],
+        completions: list[Completion],
+        completion_ids: list[list[int]] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        if "answer" not in columns:
+            raise DataError(
+                f"The dataset has no column 'answer', which task {task.name!r} checks responses "
+                "against; it has "
+                f"{', '.join(sorted(columns)) or 'none besides the prompt'}. Build it with to_dataset."
+            )
+        answers = columns["answer"]
+        if len(answers) != len(completions):
+            raise InvalidInputError(
+                f"{len(completions)} completions came with {len(answers)} answers; give one answer a "
+                "completion."
+            )
+        return [
+            task.verify(completion_text(completion), answer).reward
+            for completion, answer in zip(completions, answers, strict=True)
+        ]
+
+    reward.__name__ = f"{task.name}_reward"
+    return reward
+
+
+def completion_text(completion: Completion) -> str:
+    """Give the text of a response that is text or a list of messages.
+
+    Raises:
+        InvalidInputError: The completion is neither, or its last message has no text.
+
+    >>> completion_text([{"role": "assistant", "content": "632"}])
+    '632'
+    """
+    if isinstance(completion, str):
+        return completion
+    if completion and isinstance(completion[-1].get("content"), str):
+        return str(completion[-1]["content"])
+    raise InvalidInputError(
+        f"A completion must be text or messages ending in text content, but it is {completion!r:.200}."
+    )
