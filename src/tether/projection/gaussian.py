@@ -1,0 +1,468 @@
+"""Projection of Gaussian policies onto separate trust regions of mean and covariance.
+
+The covariance moves along one of the curves of `gaussian_curves.py`; this file carries it into the
+coordinates in which such a curve is a function of eigenvalues, and differentiates the result in
+closed form. Everything is computed in float64, whatever the inputs: the matrices are small and the
+divergences that matter (1e-4 nats) are differences of much larger numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tether.errors import InvalidInputError
+from tether.projection.gaussian_curves import (
+    CovarianceCurve,
+    KullbackLeiblerCurve,
+    WassersteinCurve,
+    x_minus_log1p,
+)
+
+GaussianMethod = Literal["kl", "wasserstein", "frobenius"]
+
+_CURVES: dict[str, CovarianceCurve] = {"kl": KullbackLeiblerCurve(), "wasserstein": WassersteinCurve()}
+
+
+@dataclass(frozen=True)
+class GaussianProjection:
+    """What `project_gaussian` and `project_diagonal_gaussian` return."""
+
+    mean: Tensor
+    """Projected mean, [..., W]."""
+    scale_tril: Tensor
+    """Projected Cholesky factor [..., W, W]; `project_diagonal_gaussian`: standard deviations [..., W]."""
+    mean_kl: Tensor
+    """Divergence of the new mean before the projection, in the method's unit (kl: nats), [...]."""
+    cov_kl: Tensor
+    """Divergence of the new covariance before the projection, likewise, [...]."""
+    mean_projected: Tensor
+    """Where the mean's bound was exceeded and the projection acted, bool, the shape of `mean_kl`."""
+    cov_projected: Tensor
+    """Where the covariance's bound was exceeded and the projection acted, bool, the shape of `cov_kl`."""
+
+
+def project_gaussian(
+    mean: Tensor,
+    scale_tril: Tensor,
+    old_mean: Tensor,
+    old_scale_tril: Tensor,
+    mean_bound: float,
+    cov_bound: float,
+    *,
+    method: GaussianMethod = "kl",
+    entropy_bound: float | Tensor | None = None,
+) -> GaussianProjection:
+    """Solve argmin_π KL(π ‖ p) subject to KL(π ‖ q) <= bound, for mean and covariance separately.
+
+    p = N(mean, scale_tril scale_trilᵀ) is the new policy, q the old one. With ``method="kl"``, the
+    divergence KL(p ‖ q) has a part of the mean, ½ (μ-μ_o)ᵀ Σ_o⁻¹ (μ-μ_o), and a part of the
+    covariance, KL(N(0, Σ) ‖ N(0, Σ_o)), each with a bound of its own. Inside its bound a part is
+    returned as it is, to the bit, with the identity's gradient. Outside, the mean moves on the
+    straight line and the covariance on the geodesic Σ'⁻¹ = (1-s) Σ_o⁻¹ + s Σ⁻¹, to where the bound
+    holds with equality; the gradient is that of the exact solution (nothing is unrolled, and equal
+    eigenvalues are no trouble). q is data: it receives no gradient.
+
+    ``method="wasserstein"`` bounds (μ-μ_o)ᵀ Σ_o⁻¹ (μ-μ_o) and the squared Wasserstein-2 distance of
+    the covariances, measured where Σ_o is the identity: the geodesic interpolates square roots there.
+    This is exact, and equals the published closed form where Σ and Σ_o commute, which that one assumes.
+    ``method="frobenius"`` bounds the same mean part and ‖Σ - Σ_o‖², and interpolates covariances.
+
+    With an `entropy_bound` the projected covariance is widened, shape kept, to at least that entropy. It
+    comes last: if it widens, the covariance may leave the trust region by that much.
+
+    Leading dimensions broadcast. One covariance [W, W] for a batch of means [B, W] is projected once.
+
+    Args:
+        mean, old_mean: [..., W], same shape.
+        scale_tril, old_scale_tril: lower triangular with a positive diagonal, [..., W, W].
+        mean_bound, cov_bound: positive; in nats for "kl". `math.inf` switches that part's projection off.
+        method: "kl", "wasserstein" or "frobenius".
+        entropy_bound: least entropy in nats, a number or a value a covariance.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, a bound that is not positive, NaN, a factor that is
+            not lower triangular with a positive diagonal, an unknown method.
+
+    Source: trust region layers (arXiv 2101.09207, section 4 and appendix B).
+
+    Example:
+        >>> import torch
+        >>> old_mean, new_mean = torch.zeros(2), torch.tensor([3.0, 0.0])
+        >>> old_tril, new_tril = torch.eye(2), torch.tensor([[2.0, 0.0], [0.5, 1.0]])
+        >>> result = project_gaussian(new_mean, new_tril, old_mean, old_tril, 0.05, 0.01)
+        >>> mean_kl, cov_kl = kl_gaussian(result.mean, result.scale_tril, old_mean, old_tril)
+        >>> round(mean_kl.item(), 5), round(cov_kl.item(), 5)
+        (0.05, 0.01)
+    """
+    _check(mean, scale_tril, old_mean, old_scale_tril, mean_bound, cov_bound, method, matrix=True)
+    old_mean, old_scale_tril = old_mean.detach(), old_scale_tril.detach()
+    distance = _whiten(mean.double() - old_mean.double(), old_scale_tril.double()).square().sum(-1)
+    projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
+    factors = _flatten_together(scale_tril, old_scale_tril, 2)
+    if method == "frobenius":
+        factor, cov_kl = _project_frobenius(factors.new, factors.old, cov_bound)
+    else:
+        factor, cov_kl = _ProjectFactor.apply(factors.new, factors.old, _CURVES[method], float(cov_bound))
+    factor, cov_kl = factors.restore(factor), factors.restore(cov_kl)
+    if entropy_bound is not None:
+        factor = _widen(factor, gaussian_entropy(factor.double()), entropy_bound, factor.shape[-1], 2)
+    return GaussianProjection(
+        projected_mean, factor, mean_kl, cov_kl.to(mean_kl.dtype), mean_projected, cov_kl > cov_bound
+    )
+
+
+def project_diagonal_gaussian(
+    mean: Tensor,
+    scale: Tensor,
+    old_mean: Tensor,
+    old_scale: Tensor,
+    mean_bound: float,
+    cov_bound: float,
+    *,
+    method: GaussianMethod = "kl",
+    entropy_bound: float | Tensor | None = None,
+) -> GaussianProjection:
+    """Solve the problem of `project_gaussian` for independent dimensions, without a single matrix.
+
+    Equals ``project_gaussian(mean, scale.diag_embed(), old_mean, old_scale.diag_embed(), ...)`` with the
+    diagonal of its factor, at a cost linear in W.
+
+    Args:
+        mean, old_mean: [..., W], same shape.
+        scale, old_scale: standard deviations, positive, [..., W].
+        mean_bound, cov_bound, method, entropy_bound: as in `project_gaussian`.
+
+    Returns:
+        As `project_gaussian`, but `scale_tril` holds standard deviations [..., W].
+
+    Raises:
+        InvalidInputError: as in `project_gaussian`.
+
+    Source: trust region layers (arXiv 2101.09207, section 4).
+
+    Example:
+        >>> import torch
+        >>> zero, one = torch.zeros(3), torch.ones(3)
+        >>> result = project_diagonal_gaussian(zero, 2 * one, zero, one, 0.05, 0.01)
+        >>> [round(std, 4) for std in result.scale_tril.tolist()]
+        [1.0583, 1.0583, 1.0583]
+    """
+    _check(mean, scale, old_mean, old_scale, mean_bound, cov_bound, method, matrix=False)
+    old_mean, old_scale = old_mean.detach(), old_scale.detach()
+    distance = ((mean.double() - old_mean.double()) / old_scale.double()).square().sum(-1)
+    projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
+    scales = _flatten_together(scale, old_scale, 1)
+    if method == "frobenius":
+        projected, cov_kl = _project_frobenius_diagonal(scales.new, scales.old, cov_bound)
+    else:
+        projected, cov_kl = _ProjectScale.apply(scales.new, scales.old, _CURVES[method], float(cov_bound))
+    projected, cov_kl = scales.restore(projected), scales.restore(cov_kl)
+    if entropy_bound is not None:
+        entropy = _entropy_of_scales(projected.double())
+        projected = _widen(projected, entropy, entropy_bound, projected.shape[-1], 1)
+    return GaussianProjection(
+        projected_mean, projected, mean_kl, cov_kl.to(mean_kl.dtype), mean_projected, cov_kl > cov_bound
+    )
+
+
+def kl_gaussian(
+    mean: Tensor, scale_tril: Tensor, old_mean: Tensor, old_scale_tril: Tensor
+) -> tuple[Tensor, Tensor]:
+    """KL(new ‖ old) in nats as its two parts: of the mean and of the covariance; their sum is the whole.
+
+    Differentiable in all four, computed in float64, returned in the inputs' precision. Shapes as in
+    `project_gaussian`, old covariances broadcast.
+
+    Example:
+        >>> import torch
+        >>> parts = kl_gaussian(torch.ones(2), torch.eye(2), torch.zeros(2), 2 * torch.eye(2))
+        >>> [round(part.item(), 4) for part in parts]
+        [0.25, 0.6363]
+    """
+    dtype = torch.promote_types(mean.dtype, scale_tril.dtype)
+    old = old_scale_tril.double()
+    mean_part = 0.5 * _whiten(mean.double() - old_mean.double(), old).square().sum(-1)
+    factor = torch.linalg.solve_triangular(old, scale_tril.double(), upper=False)
+    return mean_part.to(dtype), _kl_of_whitened_factor(factor).to(dtype)
+
+
+def gaussian_entropy(scale_tril: Tensor) -> Tensor:
+    """Entropy in nats of a Gaussian with Cholesky factor [..., W, W] -> [...].
+
+    Example:
+        >>> import torch
+        >>> round(gaussian_entropy(torch.eye(2)).item(), 4)
+        2.8379
+    """
+    return _entropy_of_scales(scale_tril.diagonal(dim1=-2, dim2=-1))
+
+
+# ---------------------------------------------------------------------------------------- covariance
+
+
+class _ProjectFactor(torch.autograd.Function):
+    """Cholesky factor [N, W, W] in, Cholesky factor out; also the divergence before, [N], in float64.
+
+    With R = L_o⁻¹ L, R Rᵀ = U diag(lam) Uᵀ and S = U diag(v(lam, s)) Uᵀ, the projected factor is
+    L_o chol(S): a product of lower triangular matrices, whose second one is close to the identity and so
+    loses no digits to the conditioning of the covariances.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, factor: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        old = old.double()
+        ratio = torch.linalg.solve_triangular(old, factor.double(), upper=False)
+        if isinstance(curve, KullbackLeiblerCurve):  # needs no eigenvalues, so only few rows need them
+            divergence = _kl_of_whitened_factor(ratio)
+        else:
+            divergence = curve.divergence(torch.linalg.svdvals(ratio).square())
+        rows = (divergence > bound).nonzero().squeeze(-1)
+        output = factor.clone()
+        ctx.curve, ctx.rows = curve, rows
+        ctx.mark_non_differentiable(divergence)
+        if rows.numel() == 0:
+            return output, divergence
+        ratio, old = ratio[rows], old[rows]
+        lam, basis = _eigen(ratio)
+        step = curve.step(lam, torch.full_like(lam[:, 0], bound))
+        inner = (basis * curve.ratios(lam, step)[:, None, :]) @ basis.mT
+        root = torch.linalg.cholesky(inner)
+        output[rows] = (old @ root).to(output.dtype)
+        ctx.save_for_backward(ratio, old, lam, basis, step, root)
+        return output, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
+        if grad is None or ctx.rows.numel() == 0:
+            return grad, None, None, None
+        ratio, old, lam, basis, step, root = ctx.saved_tensors
+        curve: CovarianceCurve = ctx.curve
+        grad_root = (old.mT @ grad[ctx.rows].double()).tril()
+        upstream = basis.mT @ _cholesky_gradient(root, grad_root) @ basis
+        # dL/dM in the eigenbasis: the move at a fixed step, and what the lam do to the step.
+        inner = upstream * curve.quotient(lam[:, :, None], lam[:, None, :], step)
+        along = (upstream.diagonal(dim1=-2, dim2=-1) * curve.slope(lam, step)).sum(-1, keepdim=True)
+        inner = inner + torch.diag_embed(along * curve.step_gradient(lam, step))
+        grad_ratio = 2 * (basis @ inner @ basis.mT) @ ratio
+        grad_factor = torch.linalg.solve_triangular(old.mT, grad_ratio, upper=True)
+        grad_in = grad.clone()
+        grad_in[ctx.rows] = grad_factor.tril().to(grad.dtype)
+        return grad_in, None, None, None
+
+
+class _ProjectScale(torch.autograd.Function):
+    """`_ProjectFactor` for diagonal covariances: standard deviations [N, W] in and out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scale: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        old = old.double()
+        ratio = scale.double() / old
+        divergence = curve.divergence(ratio.square())
+        rows = (divergence > bound).nonzero().squeeze(-1)
+        output = scale.clone()
+        ctx.curve, ctx.rows = curve, rows
+        ctx.mark_non_differentiable(divergence)
+        if rows.numel() == 0:
+            return output, divergence
+        ratio, old = ratio[rows], old[rows]
+        lam = ratio.square()
+        step = curve.step(lam, torch.full_like(lam[:, 0], bound))
+        root = curve.ratios(lam, step).sqrt()
+        output[rows] = (old * root).to(output.dtype)
+        ctx.save_for_backward(ratio, old, step, root)
+        return output, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
+        if grad is None or ctx.rows.numel() == 0:
+            return grad, None, None, None
+        ratio, old, step, root = ctx.saved_tensors
+        curve: CovarianceCurve = ctx.curve
+        lam = ratio.square()
+        upstream = grad[ctx.rows].double() * old / (2 * root)  # with respect to v
+        along = (upstream * curve.slope(lam, step)).sum(-1, keepdim=True)
+        inner = upstream * curve.quotient(lam, lam, step) + along * curve.step_gradient(lam, step)
+        grad_in = grad.clone()
+        grad_in[ctx.rows] = (inner * 2 * ratio / old).to(grad.dtype)
+        return grad_in, None, None, None
+
+
+def _eigen(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [N, W] and eigenvectors of ratio ratioᵀ, kept positive where rounding would not."""
+    lam, basis = torch.linalg.eigh(ratio @ ratio.mT)
+    return torch.maximum(lam, lam[:, -1:] * torch.finfo(lam.dtype).eps), basis
+
+
+def _cholesky_gradient(root: Tensor, grad_root: Tensor) -> Tensor:
+    """Gradient with respect to the symmetric matrix whose Cholesky factor `root` has `grad_root`."""
+    inner = (root.mT @ grad_root).tril()
+    inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
+    half = torch.linalg.solve_triangular(root.mT, inner, upper=True)
+    grad = torch.linalg.solve_triangular(root, half, upper=False, left=False)
+    return 0.5 * (grad + grad.mT)
+
+
+def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Interpolated covariances; the distance grows linearly with the step, so there is nothing to solve."""
+    old_cov = old.double() @ old.double().mT
+    change = factor.double() @ factor.double().mT - old_cov
+    distance = change.square().sum((-1, -2))
+    active = distance > bound
+    step = (bound / torch.where(active, distance, 1.0)).sqrt()
+    step = torch.where(active, step, 0.0)[:, None, None]
+    projected = torch.linalg.cholesky(old_cov + step * change)
+    return torch.where(active[:, None, None], projected.to(factor.dtype), factor), distance.detach()
+
+
+def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    old_variance = old.double().square()
+    change = scale.double().square() - old_variance
+    distance = change.square().sum(-1)
+    active = distance > bound
+    step = (bound / torch.where(active, distance, 1.0)).sqrt()
+    step = torch.where(active, step, 0.0)[:, None]
+    projected = (old_variance + step * change).sqrt()
+    return torch.where(active[:, None], projected.to(scale.dtype), scale), distance.detach()
+
+
+def _kl_of_whitened_factor(ratio: Tensor) -> Tensor:
+    """KL(N(0, R Rᵀ) ‖ N(0, I)) of lower triangular R, [..., W, W] -> [...]."""
+    diagonal = ratio.diagonal(dim1=-2, dim2=-1)
+    below = ratio.tril(-1).square().sum((-1, -2))
+    return 0.5 * (x_minus_log1p((diagonal - 1) * (diagonal + 1)).sum(-1) + below)
+
+
+# ---------------------------------------------------------------------------------- mean and entropy
+
+
+def _project_mean(
+    mean: Tensor, old_mean: Tensor, distance: Tensor, bound: float, method: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean on the line to the old one, its divergence before, and where it was moved."""
+    divergence = 0.5 * distance if method == "kl" else distance
+    outside = divergence > bound
+    step = (bound / torch.where(outside, divergence, 1.0)).sqrt()
+    step = torch.where(outside, step, 1.0)[..., None]
+    moved = old_mean.double() + step * (mean.double() - old_mean.double())
+    projected = torch.where(outside[..., None], moved.to(mean.dtype), mean)
+    return projected, divergence.detach().to(mean.dtype), outside
+
+
+def _whiten(rows: Tensor, factor: Tensor) -> Tensor:
+    """factor⁻¹ row for every row [..., W]; a factor without leading dimensions is not repeated."""
+    if factor.dim() == 2:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return torch.linalg.solve_triangular(factor, flat.mT, upper=False).mT.reshape(rows.shape)
+    return torch.linalg.solve_triangular(factor, rows[..., None], upper=False).squeeze(-1)
+
+
+def _entropy_of_scales(scale: Tensor) -> Tensor:
+    return scale.log().sum(-1) + 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
+
+
+def _widen(scale: Tensor, entropy: Tensor, least: float | Tensor, size: int, matrix_dims: int) -> Tensor:
+    """Multiply every standard deviation alike where the entropy is below `least`."""
+    missing = torch.as_tensor(least, dtype=entropy.dtype, device=entropy.device) - entropy
+    if not bool(torch.isfinite(missing).all()):
+        raise InvalidInputError(f"entropy_bound must be finite, got {least!r}. Use None for no bound.")
+    factor = (missing.clamp_min(0) / size).exp()
+    factor = factor[(..., *(None,) * matrix_dims)]
+    return torch.where(factor > 1, (scale.double() * factor).to(scale.dtype), scale)
+
+
+# ------------------------------------------------------------------------------------ shapes, checks
+
+
+@dataclass(frozen=True)
+class _Flattened:
+    new: Tensor
+    old: Tensor
+    shape: torch.Size
+
+    def restore(self, values: Tensor) -> Tensor:
+        return values.reshape((*self.shape, *values.shape[1:]))
+
+
+def _flatten_together(new: Tensor, old: Tensor, trailing: int) -> _Flattened:
+    """Both with their leading dimensions broadcast against each other and made one, [N, ...]."""
+    shape = torch.broadcast_shapes(new.shape[:-trailing], old.shape[:-trailing])
+    flat = [value.expand(shape + value.shape[-trailing:]) for value in (new, old)]
+    rows = math.prod(shape)
+    new, old = (value.reshape((rows, *value.shape[-trailing:])) for value in flat)
+    return _Flattened(new, old, shape)
+
+
+def _check(
+    mean: Tensor,
+    scale: Tensor,
+    old_mean: Tensor,
+    old_scale: Tensor,
+    mean_bound: float,
+    cov_bound: float,
+    method: str,
+    *,
+    matrix: bool,
+) -> None:
+    for name, bound in (("mean_bound", mean_bound), ("cov_bound", cov_bound)):
+        if not (isinstance(bound, int | float) and bound > 0):
+            raise InvalidInputError(
+                f"{name} must be a positive number, got {bound!r}. "
+                "Typical values are 0.005 to 0.1 (mean) and 0.0005 to 0.02 (covariance)."
+            )
+    if method not in ("kl", "wasserstein", "frobenius"):
+        raise InvalidInputError(f'method must be "kl", "wasserstein" or "frobenius", got {method!r}.')
+    if mean.shape != old_mean.shape or mean.dim() < 1 or mean.numel() == 0:
+        raise InvalidInputError(
+            f"mean and old_mean must both be [..., W] and not empty, got {tuple(mean.shape)} and "
+            f"{tuple(old_mean.shape)}."
+        )
+    for name, value in (("", scale), ("old_", old_scale)):
+        _check_scale(name, value, mean, matrix=matrix)
+    for name, value in (("mean", mean), ("old_mean", old_mean)):
+        if not bool(torch.isfinite(value).all()):
+            raise InvalidInputError(
+                f"{name} holds NaN or infinity. Look for a learning rate that destroyed the network."
+            )
+
+
+def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> None:
+    size = mean.shape[-1]
+    name = f"{prefix}scale_tril" if matrix else f"{prefix}scale"
+    trailing, wanted = (2, "[..., W, W]") if matrix else (1, "[..., W]")
+    if scale.shape[-trailing:] != (size,) * trailing or not _broadcasts(scale.shape[:-trailing], mean):
+        raise InvalidInputError(
+            f"{name} must be {wanted} with leading dimensions that broadcast to the mean's "
+            f"{tuple(mean.shape)}, got {tuple(scale.shape)}."
+        )
+    diagonal = scale.diagonal(dim1=-2, dim2=-1) if matrix else scale
+    if not bool((torch.isfinite(scale).all()) & (diagonal > 0).all()):
+        raise InvalidInputError(
+            f"{name} must be finite with a positive {'diagonal' if matrix else 'value everywhere'}; its "
+            f"smallest is {diagonal.min().item():.3g}. Parametrise it with softplus plus a minimum."
+        )
+    if matrix and bool((scale.triu(1) != 0).any()):
+        raise InvalidInputError(
+            f"{name} has entries above its diagonal. Pass the Cholesky factor (torch.linalg.cholesky), "
+            "not the covariance."
+        )
+
+
+def _broadcasts(leading: torch.Size, mean: Tensor) -> bool:
+    try:
+        return torch.broadcast_shapes(leading, mean.shape[:-1]) == mean.shape[:-1]
+    except RuntimeError:  # torch's way of saying that shapes do not broadcast
+        return False
