@@ -20,7 +20,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.errors import ConfigError, InvalidInputError, SimulationError
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SimulationError
 
 FloatArray = NDArray[np.float64]
 
@@ -351,7 +351,12 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
     adapter = _ADAPTERS[name]
     if isinstance(adapter, str):
         adapter_module, _, class_name = adapter.partition(":")
-        adapter = getattr(importlib.import_module(adapter_module), class_name)
+        try:
+            adapter = getattr(importlib.import_module(adapter_module), class_name)
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                f"{env_id} needs {error.name}: pip install 'tether-rl[episodic]'."
+            ) from error
         assert isinstance(adapter, type)
         assert issubclass(adapter, PositionControlledEnv)
     success_rule = options.pop("success_rule", None)

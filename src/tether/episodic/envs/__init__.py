@@ -21,3 +21,15 @@ def _register(name: str, module: str, env: str, adapter: str, horizon: int, **op
 
 
 _register("PointReach-v0", "point_reach", "PointReachEnv", "PointReachAdapter", horizon=50)
+_register("HopperJump-v0", "hopper_jump", "HopperJumpEnv", "HopperJumpAdapter", horizon=250)
+_register(
+    "HopperJumpSparse-v0",
+    "hopper_jump",
+    "HopperJumpEnv",
+    "HopperJumpAdapter",
+    horizon=250,
+    sparse=True,
+    height_weight=10.0,
+    landing_weight=2.0,
+    healthy_reward=2.0,
+)

@@ -29,6 +29,7 @@ def checked_action(env: gymnasium.Env[Any, Any], action: Any) -> FloatArray:
         worst = int(np.argmin(inside))
         raise InvalidInputError(
             f"Action entry {worst} is {array[worst]}, outside of "
-            f"[{space.low[worst]}, {space.high[worst]}] of {type(env).__name__}. Clip actions to env.action_space before stepping."
+            f"[{space.low[worst]}, {space.high[worst]}] of {type(env).__name__}. "
+            "Clip actions to env.action_space before stepping."
         )
     return array

@@ -1,0 +1,150 @@
+"""Hopper Jump: a one-legged robot jumps as high as it can and lands on a mark.
+
+Ported from fancy_gym 0.3.0 (MIT licence, see NOTICE): same model, starts, observations and rewards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.controllers import PDController
+from tether.episodic.envs.simulation import MujocoTaskEnv
+
+_START_HEIGHT = 1.5
+_UNKNOWN_LANDING_DISTANCE = 5.0
+
+
+class HopperJumpEnv(MujocoTaskEnv):
+    """Three joints, torques in [-1, 1] times 200 Nm, 250 steps of 8 ms.
+
+    Observation [16]: positions (x, z, angle, thigh, leg, foot), their velocities clipped to [-10, 10],
+    foot minus mark (3), and the mark's x, drawn from [0.3, 1.35] m. The joints' start is drawn as well:
+    thigh and leg bent by up to 0.5 and 0.2 rad, the foot by up to 0.785 rad.
+
+    Args:
+        sparse: reward height and distance at the last step alone, by the highest point of the episode.
+        height_weight: reward for a metre of torso height.
+        distance_weight: cost of a metre between foot and mark.
+        landing_weight: cost of a metre between foot and mark at the first landing after a jump.
+        healthy_reward: for a torso above 0.5 m.
+        options: of `MujocoTaskEnv`: render_mode, width, height, camera.
+    """
+
+    horizon = 250
+
+    def __init__(
+        self,
+        *,
+        sparse: bool = False,
+        height_weight: float = 3.0,
+        distance_weight: float = 3.0,
+        landing_weight: float = 0.0,
+        healthy_reward: float = 1.0,
+        control_weight: float = 1e-3,
+        **options: Any,
+    ) -> None:
+        options.setdefault("camera", "track")
+        super().__init__("hopper_jump.xml", frame_skip=4, action_size=3, observation_size=16, **options)
+        self.sparse = sparse
+        self.height_weight = height_weight
+        self.distance_weight = distance_weight
+        self.landing_weight = landing_weight
+        self.healthy_reward = healthy_reward
+        self.control_weight = control_weight
+        self._torso = self.model.body("torso").id
+        self._foot_site = self.model.site("foot_site").id
+        self._mark = self.model.body("goal_site_body").id
+        self._foot_and_floor = {self.model.geom("foot_geom").id, self.model.geom("floor").id}
+        self._goal = np.zeros(3)
+
+    def _begin(self) -> None:
+        self._goal = np.concatenate([self.np_random.uniform(0.3, 1.35, 1), np.zeros(2)])
+        self.model.body_pos[self._mark] = self._goal
+        low, high = np.zeros(6), np.zeros(6)
+        low[3], low[4], high[5] = -0.5, -0.2, 0.785
+        start = self.model.qpos0 + self.np_random.uniform(low=low, high=high, size=6)
+        start[1] += _START_HEIGHT - self.model.qpos0[1]
+        self.data.qpos[:] = start
+        mujoco.mj_forward(self.model, self.data)
+        self._max_height = 0.0
+        self._touched = self._jumped = self._landed = False
+        self._landing_distance: float | None = None
+
+    def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
+        self._simulate(action, self.frame_skip)
+        height = float(self.data.xpos[self._torso, 2])
+        self._max_height = max(height, self._max_height)
+        distance = float(np.linalg.norm(self.data.site_xpos[self._foot_site] - self._goal))
+        self._watch_landing(distance)
+        healthy = bool(
+            self.data.qpos[1] > 0.5
+            and (np.abs(self.data.qpos[2:]) < 100).all()
+            and (np.abs(self.data.qvel) < 100).all()
+        )
+        reward = -self.control_weight * float(np.square(action).sum())
+        if not self.sparse or self._steps >= self.horizon:
+            reward += self.height_weight * (self._max_height if self.sparse else height)
+            reward -= self.distance_weight * distance
+            reward -= self.landing_weight * (self._landing_distance or _UNKNOWN_LANDING_DISTANCE)
+            reward += self.healthy_reward * healthy
+        return reward, {
+            "height": height,
+            "max_height": self._max_height,
+            "goal_distance": distance,
+            "landing_distance": np.nan if self._landing_distance is None else self._landing_distance,
+            "healthy": healthy,
+        }
+
+    def _watch_landing(self, distance: float) -> None:
+        """The first floor contact after the foot has touched the floor and left it again."""
+        if self._landed:
+            return
+        contact = self._foot_on_floor()
+        if not self._touched:
+            self._touched = contact
+        elif not self._jumped:
+            self._jumped = not contact
+        elif contact:
+            self._landed = True
+            self._landing_distance = distance
+
+    def _foot_on_floor(self) -> bool:
+        pairs = self.data.contact.geom
+        return any({int(first), int(second)} == self._foot_and_floor for first, second in pairs)
+
+    def _observation(self) -> FloatArray:
+        foot_to_mark = self.data.site_xpos[self._foot_site] - self._goal
+        velocities = np.clip(self.data.qvel, -10.0, 10.0)
+        return np.concatenate([self.data.qpos, velocities, foot_to_mark, self._goal[:1]])
+
+
+class HopperJumpAdapter(PositionControlledEnv):
+    """The three joints follow the trajectory; context: their start angles and the mark."""
+
+    num_dof = 3
+    horizon = HopperJumpEnv.horizon
+    dt = 0.008
+    context_indices = (3, 4, 5, 15)
+    headline = "max_height"
+    extra_names = ("max_height", "goal_distance", "landing_distance")
+    controller = PDController(position_gains=1.0, velocity_gains=0.1)
+
+    def joint_positions(self) -> FloatArray:
+        return self._hopper.data.qpos[3:6].copy()
+
+    def joint_velocities(self) -> FloatArray:
+        return self._hopper.data.qvel[3:6].copy()
+
+    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
+        data = self._hopper.data
+        return self.controller(desired_position, desired_velocity, data.qpos[3:6], data.qvel[3:6])
+
+    @property
+    def _hopper(self) -> HopperJumpEnv:
+        env = self.env.unwrapped
+        assert isinstance(env, HopperJumpEnv)
+        return env

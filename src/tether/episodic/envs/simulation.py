@@ -1,0 +1,139 @@
+"""What the MuJoCo environments share: loading, seeding, stepping, pictures, noticing a broken simulation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.episodic.adapters import FloatArray
+from tether.episodic.envs.actions import checked_action
+from tether.errors import ConfigError, SimulationError
+
+ASSETS = Path(__file__).parent / "assets"
+
+# When a state is unusable MuJoCo warns, resets it and goes on; an episode must not go on like that.
+_FATAL_WARNINGS = {
+    mujoco.mjtWarning.mjWARN_BADQPOS: "positions",
+    mujoco.mjtWarning.mjWARN_BADQVEL: "velocities",
+    mujoco.mjtWarning.mjWARN_BADQACC: "accelerations",
+    mujoco.mjtWarning.mjWARN_BADCTRL: "controls",
+}
+
+
+class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
+    """A gymnasium environment of fixed length around one MuJoCo model.
+
+    Args:
+        model_file: path below the assets folder.
+        frame_skip: simulator steps in a step of the environment.
+        action_size: entries of the action, each in [-1, 1].
+        observation_size: entries of the observation.
+        render_mode: "rgb_array" or None.
+        width, height: of pictures, in pixels.
+        camera: name of a camera of the model; None takes a free one that looks at the middle.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}  # type: ignore[misc]
+
+    horizon: ClassVar[int]
+    """Steps of an episode."""
+
+    def __init__(
+        self,
+        model_file: str,
+        *,
+        frame_skip: int,
+        action_size: int,
+        observation_size: int,
+        render_mode: str | None = None,
+        width: int = 480,
+        height: int = 360,
+        camera: str | None = None,
+    ) -> None:
+        if render_mode not in (None, "rgb_array"):
+            raise ConfigError(f"render_mode is None or 'rgb_array'; got {render_mode!r}.")
+        self.render_mode = render_mode
+        self.model = mujoco.MjModel.from_xml_path(str(ASSETS / model_file))
+        self.data = mujoco.MjData(self.model)
+        self.frame_skip = frame_skip
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (action_size,), dtype=np.float64)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (observation_size,), dtype=np.float64)
+        self._picture_size = (height, width)
+        self._camera = camera
+        self._renderer: Any = None
+        self._steps = 0
+
+    @property
+    def dt(self) -> float:
+        """Seconds of one step."""
+        return float(self.model.opt.timestep * self.frame_skip)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[FloatArray, dict[str, Any]]:
+        super().reset(seed=seed)
+        mujoco.mj_resetData(self.model, self.data)
+        self._steps = 0
+        self._begin()
+        return self._observation(), {}
+
+    def step(self, action: FloatArray) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
+        """Advance by one step; the episode is over after `horizon` of them, never before.
+
+        Raises:
+            InvalidInputError: an action of another shape, not finite or outside of [-1, 1].
+            SimulationError: the simulator's state became unusable.
+        """
+        checked = checked_action(self, action)
+        self._steps += 1
+        reward, info = self._advance(checked)
+        return self._observation(), reward, False, self._steps >= self.horizon, info
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Draw a start from `np_random` and put the simulator there."""
+
+    @abstractmethod
+    def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
+        """Simulate one step; returns its reward and info."""
+
+    @abstractmethod
+    def _observation(self) -> FloatArray:
+        """The present observation, a fresh array."""
+
+    def _simulate(self, control: FloatArray, steps: int) -> None:
+        """Run the simulator under a constant control."""
+        self.data.ctrl[:] = control
+        mujoco.mj_step(self.model, self.data, steps)
+        for warning, what in _FATAL_WARNINGS.items():
+            if self.data.warning[warning].number:
+                raise SimulationError(
+                    f"{type(self).__name__}: MuJoCo met unusable {what} at step {self._steps} of the episode "
+                    f"(t = {self.data.time:.3f} s). The motion asked for is too violent: lower its scale."
+                )
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture [height, width, 3].
+
+        Raises:
+            ConfigError: the environment was not made with ``render_mode="rgb_array"``.
+        """
+        if self.render_mode != "rgb_array":
+            raise ConfigError("To render, make the environment with render_mode='rgb_array'.")
+        if self._renderer is None:
+            self._renderer = mujoco.Renderer(self.model, *self._picture_size)
+        self._renderer.update_scene(self.data, -1 if self._camera is None else self._camera)
+        picture: NDArray[np.uint8] = self._renderer.render()
+        return picture
+
+    def close(self) -> None:
+        """Release the picture buffers."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
