@@ -108,8 +108,9 @@ class OldPolicyTrainer(GRPOTrainer):
 
     support_top_k: int = 64
     support_mass: float = 1.0
-    #: Called with (trainer, inputs, projected tokens) after each loss; for reports.
+    #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
+    beta: float  # GRPOTrainer's: weight of the reference penalty
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -148,9 +149,10 @@ class OldPolicyTrainer(GRPOTrainer):
                     output[_IDS] = support.ids.int()
                     output[_LOG_PROBS] = support.log_probs
                     output[_LOG_TAIL] = support.log_tail
-                    # Follows its row through TRL's shuffle, so that a report can name the problem.
-                    output["rollout_row"] = torch.arange(support.ids.shape[0], device=support.ids.device)
-                    self.rollout_rows = list(inputs)
+                    if self.model.training:  # an evaluation in between leaves the rollouts in use alone
+                        # Follows its row through TRL's shuffle, so that a report can name the problem.
+                        output["rollout_row"] = torch.arange(support.ids.shape[0], device=support.ids.device)
+                        self.rollout_rows = list(inputs)
         finally:
             self._recorded = None
         if "old_per_token_logps" in output and _IDS not in output:
@@ -206,7 +208,7 @@ class OldPolicyTrainer(GRPOTrainer):
             self._loss_inputs = self._tokens = None
         assert tokens is not None
         self._log_tokens(tokens, inputs)
-        if self.on_tokens is not None:
+        if self.on_tokens is not None and self.model.training:
             self.on_tokens(self, inputs, tokens)
         return loss + self._extra_loss(tokens, inputs)
 
