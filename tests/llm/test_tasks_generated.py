@@ -1,0 +1,181 @@
+"""The generated tasks: splits that share nothing, answers that are right, verdicts as worked out by hand."""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+
+import pytest
+
+from tether.errors import ConfigError, DataError, InvalidInputError
+from tether.llm.tasks import ArithmeticTask, ChainedTask, Task, make_task
+from tether.llm.tasks.generated import draw_distinct
+from tether.llm.tasks.protocol import Problem, Split, split_of
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+GENERATED = [ArithmeticTask(), ArithmeticTask(digits=2), ChainedTask(), ChainedTask(terms=6)]
+
+
+def terms_of(prompt: str) -> tuple[int, ...]:
+    """The signed terms of a prompt in any order: the problem's identity, read off independently."""
+    return tuple(sorted(int(term) for term in re.findall(r"[+-]?\d+", prompt)))
+
+
+def evaluate(prompt: str) -> int:
+    """Left-to-right value of a prompt such as ``23+45-17:``."""
+    first, *rest = re.findall(r"\d+|[+-]", prompt)
+    value = int(first)
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        value = {"+": operator.add, "-": operator.sub}[sign](value, int(number))
+    return value
+
+
+@pytest.mark.parametrize("task", GENERATED, ids=lambda task: f"{task.name}-{task.max_response_tokens}")
+def test_splits_share_no_problem_even_in_another_order_or_seed(task: Task) -> None:
+    identities = {
+        split: {
+            terms_of(problem.prompt)
+            for seed in range(3)
+            for problem in task.problems(split, limit=400, seed=seed)
+        }
+        for split in SPLITS
+    }
+    assert all(identities.values())
+    assert not identities["train"] & identities["validation"]
+    assert not identities["train"] & identities["test"]
+    assert not identities["validation"] & identities["test"]
+
+
+def test_every_problem_of_a_small_space_is_in_exactly_one_split() -> None:
+    whole_space = {(a, b) for a in range(1, 10) for b in range(a, 10)}
+    found = [terms for split in SPLITS for terms in largest_split(split)]
+    assert sorted(found) == sorted(whole_space)
+
+
+def largest_split(split: Split) -> list[tuple[int, ...]]:
+    """The identities of the most problems a split of one-digit sums can give."""
+    task, problems = ArithmeticTask(digits=1, operations="+"), []
+    for size in range(1, 46):
+        try:
+            problems = list(task.problems(split, limit=size))
+        except DataError:
+            break
+    return [terms_of(problem.prompt) for problem in problems]
+
+
+@pytest.mark.parametrize("task", GENERATED, ids=lambda task: f"{task.name}-{task.max_response_tokens}")
+def test_answers_and_worked_solutions_are_right(task: Task) -> None:
+    for problem in task.problems("train", limit=300):
+        assert int(problem.answer) == evaluate(problem.prompt) >= 0
+        verdict = task.verify(problem.metadata["solution"], problem.answer)
+        assert verdict.correct
+        assert verdict.reward == 1.0
+        assert set(verdict.parts.values()) == {1.0}
+        assert len(problem.metadata["solution"]) < task.max_response_tokens, "no room for the end token"
+
+
+def test_the_default_chain_takes_20_to_60_characters() -> None:
+    lengths = [
+        len(problem.metadata["solution"]) + 1 for problem in ChainedTask().problems("train", limit=2000)
+    ]
+    assert min(lengths) >= 20
+    assert max(lengths) <= 60
+
+
+def test_the_same_arguments_give_the_same_problems_and_another_seed_gives_others() -> None:
+    first = ChainedTask().problems("train", limit=50)
+    assert first == ChainedTask().problems("train", limit=50)
+    assert first[:20] == ChainedTask().problems("train", limit=20)
+    assert not {p.prompt for p in first} & {
+        p.prompt for p in ChainedTask().problems("train", limit=50, seed=1)
+    }
+
+
+def test_split_shares_follow_the_percentages() -> None:
+    splits = [split_of(f"problem {index}", validation_percent=20, test_percent=5) for index in range(20_000)]
+    assert splits.count("validation") == pytest.approx(4000, abs=4 * (20_000 * 0.2 * 0.8) ** 0.5)
+    assert splits.count("test") == pytest.approx(1000, abs=4 * (20_000 * 0.05 * 0.95) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct", "well_formed"),
+    [
+        ("632", True, 1.0),
+        (" 632\n", True, 1.0),
+        ("0632", True, 1.0),
+        ("633", False, 1.0),
+        ("-632", False, 1.0),
+        ("632 632", False, 0.0),
+        ("374+258=632", False, 0.0),
+        ("", False, 0.0),
+        ("٦٣٢", False, 0.0),
+        ("9" * 5000, False, 0.0),
+    ],
+)
+def test_arithmetic_verdicts(response: str, correct: bool, well_formed: float) -> None:
+    verdict = ArithmeticTask().verify(response, "632")
+    assert (verdict.correct, verdict.reward) == (correct, float(correct))
+    assert verdict.parts == {"well_formed": well_formed}
+
+
+@pytest.mark.parametrize(
+    ("response", "correct", "well_formed", "right"),
+    [
+        ("23+45=68;68-17=51;51+80=131;#131", True, 1, 1),
+        ("23+45=67;67-17=50;50+80=130;#130", False, 1, 2 / 3),
+        ("23+45=67;67-17=50;50+80=130;#131", True, 1, 2 / 3),
+        ("23+45=68;69-17=52;52+80=132;#132", False, 2 / 3, 2 / 3),
+        ("23+45=68;68-17=51;#131", True, 2 / 3, 2 / 3),
+        ("#131", True, 0, 0),
+        ("131", False, 0, 0),
+        ("23+45=68;68-17=51;51+80=131;#131#131", False, 1, 1),
+        ("23+45=68;68-17=51;51+80=131;#131 or more", False, 1, 1),
+        ("", False, 0, 0),
+    ],
+)
+def test_chained_verdicts(response: str, correct: bool, well_formed: float, right: float) -> None:
+    verdict = ChainedTask().verify(response, "131")
+    assert (verdict.correct, verdict.reward) == (correct, float(correct))
+    assert verdict.parts == pytest.approx({"well_formed_steps": well_formed, "correct_steps": right})
+
+
+def test_asking_for_more_problems_than_a_split_holds_names_the_number() -> None:
+    with pytest.raises(DataError, match=r"about \d+ distinct problems, but 5000"):
+        ArithmeticTask(digits=1).problems("test", limit=5000)
+
+
+def test_drawing_passes_over_repeats_and_other_splits() -> None:
+    def draw(rng: random.Random) -> tuple[str, Problem]:
+        number = rng.randrange(50)
+        return str(number), Problem(str(number), str(number))
+
+    drawn = [problem.prompt for problem in draw_distinct(draw, "numbers", "train", 20, seed=0)]
+    assert len(set(drawn)) == 20
+    assert {split_of(prompt) for prompt in drawn} == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("arithmetic", {"digits": 0}, "digits is 0"),
+        ("arithmetic", {"operations": "*"}, r"operations is '\*'"),
+        ("arithmetic", {"terms": 3}, "Its options are: digits, operations"),
+        ("chained", {"terms": 2}, "terms is 2"),
+        ("chess", {}, "Use one of: arithmetic, chained, gsm8k"),
+    ],
+)
+def test_wrong_names_and_options_are_refused(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, **options)
+
+
+@pytest.mark.parametrize(("split", "limit"), [("holdout", 5), ("train", 0), ("train", -1)])
+def test_wrong_requests_are_refused(split: Split, limit: int) -> None:
+    with pytest.raises(InvalidInputError):
+        ArithmeticTask().problems(split, limit=limit)
+
+
+def test_bad_split_shares_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave some per cent"):
+        split_of("key", validation_percent=60, test_percent=40)
