@@ -1,0 +1,40 @@
+"""The example a researcher starts from runs, learns, and stays in the region."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+
+
+@pytest.fixture(scope="module")
+def own_loop() -> object:
+    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_loop_learns_well_beyond_guessing(own_loop, capsys):
+    accuracies = own_loop.train(rollouts=70)
+    chance = 1 / own_loop.DIGITS
+    assert accuracies[0] == pytest.approx(chance, abs=0.05)
+    assert sum(accuracies[-5:]) / 5 > 2 * chance
+    assert "projected" in capsys.readouterr().out
+
+
+def test_it_needs_nothing_but_torch_and_the_core():
+    code = (
+        "import runpy, sys; sys.argv = ['own_loop.py', '--rollouts', '1'];"
+        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__');"
+        "heavy = {'transformers', 'trl', 'datasets', 'matplotlib', 'scipy', 'gymnasium'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
