@@ -150,7 +150,7 @@ def _match(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
             f"The tokenizer of {name!r} has no end token, so no response could end. Set eos_token in its "
             "tokenizer_config.json."
         )
-    if tokenizer.pad_token_id is None:
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         _give_pad_token(tokenizer, rows)
     model.config.pad_token_id = tokenizer.pad_token_id
     generation = model.generation_config
@@ -175,5 +175,5 @@ def _give_pad_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     if len(tokenizer) < rows:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         return
-    _log.info("The tokenizer has no padding token and the embedding no free row: padding with the end token.")
+    _log.info("No token is free to pad with and the embedding has no spare row: padding with the end token.")
     tokenizer.pad_token = tokenizer.eos_token
