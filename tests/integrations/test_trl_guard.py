@@ -1,0 +1,91 @@
+"""An upgrade of TRL that touches what the integration builds on must be looked at, not slipped in."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trl
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils
+
+# What each piece is for, and the fingerprint of the source the integration was written against (1.16.0).
+TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "_compute_loss": (
+        GRPOTrainer._compute_loss,
+        "765e782ef258696a",
+        "OldPolicyTrainer._aggregate mirrors its five aggregations, TROLLTrainer._reference_penalty its "
+        "penalty; it must call the scoring helper once, read old_per_token_logps after that, and clip with "
+        "epsilon alone.",
+    ),
+    "_get_per_token_logps_and_entropies": (
+        GRPOTrainer._get_per_token_logps_and_entropies,
+        "ddcb878f6df4bae5",
+        "_Tap stands in for its model: it must call model(**inputs) once for each chunk of rows, in order, "
+        "with labels, and read log_probs, entropy and aux_loss.",
+    ),
+    "_generate_and_score_completions": (
+        GRPOTrainer._generate_and_score_completions,
+        "8ad618f3882bc520",
+        "it must score the old policy with self.model through the helper and put that very tensor into "
+        "old_per_token_logps; _warn_without_old_policy mirrors when it does.",
+    ),
+    "_prepare_inputs": (
+        GRPOTrainer._prepare_inputs,
+        "d8617f874014c408",
+        "it must shuffle and split every entry of the batch alike, old supports included.",
+    ),
+    "add_fused_lm_head": (
+        utils.add_fused_lm_head,
+        "5f4aa2119cf10d11",
+        "sparse_head.add_sparse_head mirrors its backbone call, soft cap, logit scale and auxiliary loss.",
+    ),
+    "maybe_gather_lm_head_ctx": (
+        utils.maybe_gather_lm_head_ctx,
+        "b52489747ec7b42b",
+        "the sparse head enters it around every use of the head, forward and backward.",
+    ),
+    "GRPOConfig.__post_init__": (
+        GRPOConfig.__post_init__,
+        "aee78ba2191fa4d6",
+        "TROLLConfig chooses steps_per_generation before it and relies on the check of both sizes.",
+    ),
+}
+
+
+def _fingerprint(function: Callable[..., Any]) -> str:
+    source = inspect.getsource(inspect.unwrap(function))
+    code = [line.strip() for line in source.splitlines()]
+    return hashlib.sha256("\n".join(line for line in code if line and line[0] != "#").encode()).hexdigest()[
+        :16
+    ]
+
+
+@pytest.mark.parametrize("name", TOUCHED)
+def test_trl_is_what_the_integration_was_written_against(name: str) -> None:
+    function, expected, relied_on = TOUCHED[name]
+    actual = _fingerprint(function)
+    assert actual == expected, (
+        f"TRL {trl.__version__} changed {name} (fingerprint {actual}). Compare it with 1.16.0 and check that "
+        f"this still holds: {relied_on} Then run tests/integrations and store the new fingerprint."
+    )
+
+
+def test_a_fingerprint_sees_code_and_not_comments() -> None:
+    def first(x: int) -> int:
+        # as it was
+        return x + 1
+
+    def second(x: int) -> int:
+        return x + 1
+
+    def third(x: int) -> int:
+        return x + 2
+
+    prints = [_fingerprint(f).replace(f.__name__, "") for f in (first, second, third)]
+    assert len(set(prints)) == 3  # names differ
+    second.__wrapped__ = first  # type: ignore[attr-defined]
+    assert _fingerprint(second) == prints[0]  # decorators are looked through
