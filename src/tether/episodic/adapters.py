@@ -93,8 +93,8 @@ class Episode:
     """[T + 1, D], where the joints really were."""
 
     length: int
-    """Steps taken: T, fewer if the environment terminated. The rows after are its absorbing state: the
-    last observation and position repeated, rewards zero."""
+    """Steps taken: T, fewer if the environment terminated, 0 if the robot refused the trajectory. The rows
+    after are an absorbing state: the last observation and position repeated, rewards zero."""
 
     success: bool
 
@@ -126,7 +126,7 @@ class PositionControlledEnv(ABC):
     dt: ClassVar[float]
     """Seconds between two steps."""
 
-    context_indices: ClassVar[tuple[int, ...] | None] = None
+    context_indices: tuple[int, ...] | None = None
     """Entries of the first observation that describe the task; None takes all of them."""
 
     success_rule: SuccessRule = "any"
@@ -137,6 +137,9 @@ class PositionControlledEnv(ABC):
 
     extra_names: ClassVar[tuple[str, ...]] = ()
     """Entries of the last step's ``info`` kept as numbers of the episode."""
+
+    refused_extras: ClassVar[Mapping[str, float]] = {}
+    """The extras of an episode that was refused."""
 
     def __init__(
         self, env: gymnasium.Env[Any, Any], env_id: str, *, success_rule: SuccessRule | None = None
@@ -177,6 +180,13 @@ class PositionControlledEnv(ABC):
     def step_success(self, info: Mapping[str, Any]) -> bool:
         """Whether one step counts as success: ``info["success"]``, absent means no."""
         return bool(info.get("success", False))
+
+    def refusal(self, desired_positions: FloatArray, desired_velocities: FloatArray) -> float | None:
+        """The reward of a trajectory that the robot must not run, None if it may (the default: always).
+
+        A refused episode takes no step: its one reward comes first, and its start is its absorbing state.
+        """
+        return None
 
     # What every robot shares.
 
@@ -226,6 +236,9 @@ class PositionControlledEnv(ABC):
         check_trajectory(self.spec, desired_positions, desired_velocities)
         if self._ready_seed != seed:
             self.reset(seed)
+        penalty = self.refusal(desired_positions, desired_velocities)
+        if penalty is not None:
+            return self._refused(penalty)
         self._ready_seed = None
         observations = np.empty((self.horizon + 1, self._first_observation.size))
         positions = np.empty((self.horizon + 1, self.num_dof))
@@ -247,6 +260,18 @@ class PositionControlledEnv(ABC):
         self._check_finite(seed, observations, rewards)
         extras = {name: float(info[name]) for name in self.extra_names}
         return Episode(observations, rewards, positions, length, succeeded, extras)
+
+    def _refused(self, penalty: float) -> Episode:
+        rewards = np.zeros(self.horizon)
+        rewards[0] = penalty
+        return Episode(
+            observations=np.tile(self._first_observation, (self.horizon + 1, 1)),
+            rewards=rewards,
+            positions=np.tile(self.joint_positions(), (self.horizon + 1, 1)),
+            length=0,
+            success=False,
+            extras=dict(self.refused_extras),
+        )
 
     def _check_finite(self, seed: int, observations: FloatArray, rewards: FloatArray) -> None:
         finite = np.isfinite(observations[1:]).all(axis=1) & np.isfinite(rewards)

@@ -33,3 +33,14 @@ _register(
     landing_weight=2.0,
     healthy_reward=2.0,
 )
+_register("BoxPushingDense-v0", "box_pushing", "BoxPushingEnv", "BoxPushingAdapter", horizon=100)
+for _name, _reward in (("Sparse", "sparse"), ("SpatiallySparse", "spatially_sparse")):
+    _register(
+        f"BoxPushing{_name}-v0",
+        "box_pushing",
+        "BoxPushingEnv",
+        "BoxPushingAdapter",
+        horizon=100,
+        reward=_reward,
+    )
+_register("TableTennis-v0", "table_tennis", "TableTennisEnv", "TableTennisAdapter", horizon=300)

@@ -61,6 +61,7 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.render_mode = render_mode
         self.model = mujoco.MjModel.from_xml_path(str(ASSETS / model_file))
         self.data = mujoco.MjData(self.model)
+        self._warning_counts = self.data.warning.number  # a view that follows the simulation
         self.frame_skip = frame_skip
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (action_size,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (observation_size,), dtype=np.float64)
@@ -111,8 +112,12 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         """Run the simulator under a constant control."""
         self.data.ctrl[:] = control
         mujoco.mj_step(self.model, self.data, steps)
+        if self._warning_counts.any():
+            self._fail_on_warnings()
+
+    def _fail_on_warnings(self) -> None:
         for warning, what in _FATAL_WARNINGS.items():
-            if self.data.warning[warning].number:
+            if self._warning_counts[int(warning)]:
                 raise SimulationError(
                     f"{type(self).__name__}: MuJoCo met unusable {what} at step {self._steps} of the episode "
                     f"(t = {self.data.time:.3f} s). The motion asked for is too violent: lower its scale."

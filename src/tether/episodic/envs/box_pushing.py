@@ -1,0 +1,174 @@
+"""Box Pushing: a seven-joint arm pushes a box to a target position and orientation with a rod.
+
+Ported from fancy_gym 0.3.0 (MIT licence, see NOTICE): same model, starts, observations and rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import mujoco
+import numpy as np
+
+from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.controllers import PDController
+from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, solve_inverse_kinematics
+from tether.episodic.envs.rotations import rotation_distance
+from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.errors import ConfigError
+
+BoxReward = Literal["dense", "sparse", "spatially_sparse"]
+
+_SPEED_LIMIT = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
+_TORQUE_LIMIT = np.array([90.0, 90.0, 90.0, 90.0, 12.0, 12.0, 12.0])
+_TORQUE_SCALE = 10.0
+_ROD_DOWN = np.array([0.0, 1.0, 0.0, 0.0])
+_START_JOINTS = np.array([0.0, 0.0, 0.0, -1.5, 0.0, 1.5, 0.0])
+_FIXED_BOX = np.array([0.4, 0.3, -0.01, 0.0, 0.0, 0.0, 1.0])
+_BOX_LOW, _BOX_HIGH = np.array([0.3, -0.45, -0.01]), np.array([0.6, 0.45, -0.01])
+_NEAREST_TARGET = 0.3
+_SUCCESS_DISTANCE, _SUCCESS_ANGLE = 0.05, 0.5
+
+
+class BoxPushingEnv(MujocoTaskEnv):
+    """Seven joints, torques in [-1, 1] times 10 Nm on top of gravity compensation, 100 steps of 20 ms.
+
+    Observation [28]: joint positions (7) and velocities (7), box position (3) and orientation (4), target
+    position (3) and orientation (4). The target is drawn anew, at least 0.3 m from the box; the box
+    starts at a fixed place unless ``random_init``. Success is decided at the last step: within 5 cm and
+    0.5 rad.
+
+    Args:
+        reward: "dense" tells the distance to the target at every step; "sparse" at the last step alone
+            (and punishes joint velocity there); "spatially_sparse" at the last step and only within
+            10 cm of the target.
+        random_init: draw where the box starts, too.
+        options: of `MujocoTaskEnv`: render_mode, width, height, camera.
+    """
+
+    horizon = 100
+
+    def __init__(self, *, reward: BoxReward = "dense", random_init: bool = False, **options: Any) -> None:
+        if reward not in get_args(BoxReward):
+            raise ConfigError(f"reward is one of {get_args(BoxReward)}; got {reward!r}.")
+        options.setdefault("camera", "overview")
+        super().__init__("box_pushing.xml", frame_skip=10, action_size=7, observation_size=28, **options)
+        self.reward = reward
+        self.random_init = random_init
+        self._box = self.model.body("box_0").id
+        self._target = self.model.body("replan_target_pos").id
+        self._target_twin = self.model.body("target_pos").id
+        self._rod = self.model.body("push_rod").id
+        self._rod_tip = self.model.site("rod_tip").id
+        self._fixed_start: FloatArray | None = None
+
+    def _begin(self) -> None:
+        box = self._draw_place() if self.random_init else _FIXED_BOX
+        target = self._draw_place()
+        while np.linalg.norm(target[:2] - box[:2]) < _NEAREST_TARGET:
+            target = self._draw_place()
+        for body in (self._target, self._target_twin):
+            self.model.body_pos[body], self.model.body_quat[body] = target[:3], target[3:]
+        self.data.qpos[7:9] = 0.0
+        self.data.qpos[9:] = box
+        self.data.qpos[:7] = self._joints_above(box)
+        mujoco.mj_forward(self.model, self.data)
+        self._energy = 0.0
+
+    def _draw_place(self) -> FloatArray:
+        position = self.np_random.uniform(low=_BOX_LOW, high=_BOX_HIGH)
+        angle = self.np_random.uniform(low=0.0, high=2.0 * np.pi)
+        # The original puts sine first: every angle is as likely, so only the numbering of draws is odd.
+        return np.concatenate([position, [math.sin(angle / 2), 0.0, 0.0, math.cos(angle / 2)]])
+
+    def _joints_above(self, box: FloatArray) -> FloatArray:
+        """Joint angles that put the rod into the box; solved once where the box never moves."""
+        if not self.random_init and self._fixed_start is not None:
+            return self._fixed_start
+        self.data.qpos[:7] = _START_JOINTS
+        above = box[:3] + np.array([0.0, 0.0, 0.15])
+        self._fixed_start = solve_inverse_kinematics(self.model, self.data, above, _ROD_DOWN)
+        return self._fixed_start
+
+    def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
+        torque = _TORQUE_SCALE * action
+        at_motors = np.clip(torque + self.data.qfrc_bias[:7], -_TORQUE_LIMIT, _TORQUE_LIMIT)
+        self._simulate(at_motors, self.frame_skip)
+        effort = float(np.square(torque).sum())
+        self._energy += effort
+        last = self._steps >= self.horizon
+        distance = float(np.linalg.norm(self.data.xpos[self._box] - self.data.xpos[self._target]))
+        angle = rotation_distance(self.data.xquat[self._box], self.data.xquat[self._target])
+        return self._reward(last, effort, distance, angle), {
+            "success": last and distance < _SUCCESS_DISTANCE and angle < _SUCCESS_ANGLE,
+            "goal_distance": distance,
+            "goal_angle": angle,
+            "energy": self._energy,
+        }
+
+    def _reward(self, last: bool, effort: float, distance: float, angle: float) -> float:
+        turn = angle / np.pi
+        to_box = float(np.linalg.norm(self.data.xpos[self._box] - self.data.site_xpos[self._rod_tip]))
+        reward = self._limit_penalty() - 2.0 * min(max(to_box, 0.05), 100.0)
+        tilt = rotation_distance(self.data.xquat[self._rod], _ROD_DOWN)
+        if tilt > np.pi / 4:
+            reward -= tilt / np.pi
+        if self.reward == "dense":
+            return reward - 3.5 * distance - turn - 0.0005 * effort
+        reward -= 0.02 * effort
+        if last and self.reward == "sparse":
+            reward -= 350.0 * distance + 100.0 * turn + 50.0 * float(np.linalg.norm(self.data.qvel[:7]))
+        elif last and distance < 0.1:
+            reward += 300.0 - min(1050.0 * distance, 100.0) - min(150.0 * turn, 100.0)
+        return reward
+
+    def _limit_penalty(self) -> float:
+        """Minus how far the joints are outside of their range and speed limits, in rad and rad/s."""
+        joints, speeds = self.data.qpos[:7], np.abs(self.data.qvel[:7])
+        outside = np.maximum(joints - JOINT_HIGH, 0).sum() + np.maximum(JOINT_LOW - joints, 0).sum()
+        return -float(outside + np.maximum(speeds - _SPEED_LIMIT, 0).sum())
+
+    def _observation(self) -> FloatArray:
+        data, box, target = self.data, self._box, self._target
+        return np.concatenate(
+            [
+                *(data.qpos[:7], data.qvel[:7]),
+                *(data.xpos[box], data.xquat[box]),
+                *(data.xpos[target], data.xquat[target]),
+            ]
+        )
+
+
+class BoxPushingAdapter(PositionControlledEnv):
+    """The seven joints follow the trajectory; context: the target's pose, and what else is random."""
+
+    num_dof = 7
+    horizon = BoxPushingEnv.horizon
+    dt = 0.02
+    extra_names = ("goal_distance", "goal_angle", "energy")
+    controller = PDController(
+        position_gains=[1.2, 1.2, 1.2, 1.2, 0.5, 0.3, 0.1],
+        velocity_gains=[0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03],
+    )
+
+    def __init__(self, env: Any, env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        target = tuple(range(21, 28))
+        self.context_indices = (*range(7), *range(14, 21), *target) if self._box.random_init else target
+
+    def joint_positions(self) -> FloatArray:
+        return self._box.data.qpos[:7].copy()
+
+    def joint_velocities(self) -> FloatArray:
+        return self._box.data.qvel[:7].copy()
+
+    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
+        data = self._box.data
+        return self.controller(desired_position, desired_velocity, data.qpos[:7], data.qvel[:7])
+
+    @property
+    def _box(self) -> BoxPushingEnv:
+        env = self.env.unwrapped
+        assert isinstance(env, BoxPushingEnv)
+        return env

@@ -1,0 +1,183 @@
+"""Table Tennis: a seven-joint arm returns a served ball to a target on the other half of the table.
+
+Ported from fancy_gym 0.3.0 (MIT licence, see NOTICE): same model, starts, observations and rewards. The
+original ends an episode when the ball's fate is decided; here it runs on to a fixed horizon, with rewards of
+zero from then on, because trajectories are compared over one length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mujoco
+import numpy as np
+
+from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.controllers import PDController
+from tether.episodic.envs.simulation import MujocoTaskEnv
+
+JOINT_LOW = np.array([-2.6, -2.0, -2.8, -0.9, -4.8, -1.6, -2.2])
+JOINT_HIGH = np.array([2.6, 2.0, 2.8, 3.1, 1.3, 1.6, 2.2])
+
+_START_JOINTS = np.array([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 1.5])
+_PLACE_LOW, _PLACE_HIGH = np.array([-1.0, -0.65]), np.array([-0.2, 0.65])
+_BALL_HEIGHT = 1.75
+_BALL_VELOCITY = np.array([2.5, 0.0, 0.5])
+_TABLE_HEIGHT, _NET_HEIGHT, _TABLE_END, _TABLE_SIDE, _GRAVITY = 0.77, 0.1, 1.1, 0.6, 9.81
+_SUCCESS_DISTANCE = 0.2
+_NOT_LANDED = 10.0
+
+
+class TableTennisEnv(MujocoTaskEnv):
+    """Seven joints, torques in [-1, 1] times the motors' gears, 300 steps of 8 ms.
+
+    Observation [19]: joint positions (7) and velocities (7), ball position (3), target on the table (2).
+    Where the ball is served from and the target are drawn anew. The one reward of an episode comes when
+    the ball's fate is decided (it lands after the hit, or reaches the floor) or at the last step. Success:
+    returned to the other half, within 20 cm of the target.
+
+    Args:
+        options: of `MujocoTaskEnv`: render_mode, width, height, camera.
+    """
+
+    horizon = 300
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("camera", "overview")
+        super().__init__("table_tennis.xml", frame_skip=4, action_size=7, observation_size=19, **options)
+        self._target_body = self.model.body("target_point").id
+        self._ball_body = self.model.body("target_ball").id
+        self._ball = self.model.geom("target_ball_contact").id
+        self._bat = self.model.geom("bat").id
+        self._bats = {self._bat, self.model.geom("bat_back").id}
+        self._floor = self.model.geom("floor").id
+        self._table = self.model.geom("table_tennis_table").id
+        self._target = np.zeros(2)
+
+    def _begin(self) -> None:
+        place = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
+        while not _serve_is_playable(*place):
+            place = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
+        self._target = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
+        self.model.body_pos[self._target_body] = [*self._target, _TABLE_HEIGHT]
+        self.data.qpos[:] = [*_START_JOINTS, *place, _BALL_HEIGHT]
+        self.data.qvel[:] = [*np.zeros(7), *_BALL_VELOCITY]
+        mujoco.mj_forward(self.model, self.data)
+        self._hit = self._bounced = self._returned = self._decided = False
+        self._landing: FloatArray | None = None
+        self._nearest_bat = self._nearest_target = math.inf
+
+    def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
+        decided_before = self._decided
+        for _ in range(self.frame_skip):
+            self._simulate(action, 1)
+            if not decided_before:  # the rest of the deciding step still counts for the distances
+                self._watch_ball()
+        reward = 0.0
+        if not decided_before and (self._decided or self._steps >= self.horizon):
+            self._decided = True
+            reward = self._final_reward()
+        miss = _NOT_LANDED if self._landing is None else math.dist(self._landing[:2], self._target)
+        return reward, {
+            "success": self._returned and miss < _SUCCESS_DISTANCE,
+            "hit_ball": self._hit,
+            "returned": self._returned,
+            "landing_error": miss,
+        }
+
+    def _watch_ball(self) -> None:
+        """Follow hit and landing, and how near the ball has come to bat and target, one simulator step."""
+        ball = self.data.xpos[self._ball_body]
+        touching = self._ball_touches()
+        if not self._hit:
+            self._hit = bool(touching & self._bats)
+            if not self._hit and self._floor in touching:
+                self._land(ball)
+        if self._hit and not self._bounced and touching & {self._floor, self._table}:
+            self._bounced = True
+            self._land(ball)
+            self._returned = self._floor not in touching and bool(ball[0] < 0.0)
+        self._nearest_bat = min(self._nearest_bat, math.dist(ball, self.data.geom_xpos[self._bat]))
+        self._nearest_target = min(self._nearest_target, math.dist(ball[:2], self._target))
+
+    def _land(self, position: FloatArray) -> None:
+        self._landing = position.copy()
+        self._decided = True
+
+    def _ball_touches(self) -> set[int]:
+        """The geoms in contact with the ball."""
+        others: set[int] = set()
+        for first, second in self.data.contact.geom.tolist():
+            if first == self._ball:
+                others.add(second)
+            elif second == self._ball:
+                others.add(first)
+        return others
+
+    def _final_reward(self) -> float:
+        nearness = 1.0 - math.tanh(self._nearest_bat**2)
+        if not self._hit:
+            return 0.2 * nearness
+        if self._landing is None:
+            return 2.0 * nearness + 1.0 - math.tanh(self._nearest_target**2)
+        miss = math.dist(self._landing[:2], self._target)
+        return 2.0 * nearness + 4.0 * (1.0 - math.tanh(miss**2)) + float(self._landing[0] < 0.0)
+
+    def _observation(self) -> FloatArray:
+        return np.concatenate([self.data.qpos[:7], self.data.qvel[:7], self.data.qpos[7:10], self._target])
+
+
+def _serve_is_playable(x: float, y: float) -> bool:
+    """Whether a ball served from (x, y) flies over the net and bounces on the robot's half of the table."""
+    height = _BALL_HEIGHT - _TABLE_HEIGHT + 0.1
+    speed, _, climb = _BALL_VELOCITY
+    over_net = (climb + math.sqrt(climb**2 - 2.0 * _GRAVITY * (_NET_HEIGHT - height))) / _GRAVITY
+    bounce = (climb + math.sqrt(climb**2 + 2.0 * _GRAVITY * height)) / _GRAVITY
+    return x + speed * over_net >= 0.05 and x + speed * bounce <= _TABLE_END and abs(y) <= _TABLE_SIDE
+
+
+class TableTennisAdapter(PositionControlledEnv):
+    """The seven joints follow the trajectory; context: where the ball is served from, and the target.
+
+    A trajectory that leaves the joints' range is not run: its reward is minus the mean excess in radians.
+    """
+
+    num_dof = 7
+    horizon = TableTennisEnv.horizon
+    dt = 0.008
+    context_indices = (14, 15, 17, 18)
+    extra_names = ("hit_ball", "returned", "landing_error")
+    refused_extras: ClassVar[Mapping[str, float]] = {
+        "hit_ball": 0.0,
+        "returned": 0.0,
+        "landing_error": _NOT_LANDED,
+    }
+    controller = PDController(
+        position_gains=[0.5, 2.0, 1.0, 2.0, 0.5, 2.0, 0.5],
+        velocity_gains=[0.05, 0.2, 0.1, 0.2, 0.05, 0.2, 0.05],
+    )
+
+    def joint_positions(self) -> FloatArray:
+        return self._robot.data.qpos[:7].copy()
+
+    def joint_velocities(self) -> FloatArray:
+        return self._robot.data.qvel[:7].copy()
+
+    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
+        data = self._robot.data
+        return self.controller(desired_position, desired_velocity, data.qpos[:7], data.qvel[:7])
+
+    def refusal(self, desired_positions: FloatArray, desired_velocities: FloatArray) -> float | None:
+        above = np.maximum(desired_positions - JOINT_HIGH, 0.0)
+        below = np.maximum(JOINT_LOW - desired_positions, 0.0)
+        if not above.any() and not below.any():
+            return None
+        return -float(above.mean() + below.mean())
+
+    @property
+    def _robot(self) -> TableTennisEnv:
+        env = self.env.unwrapped
+        assert isinstance(env, TableTennisEnv)
+        return env
