@@ -1,0 +1,218 @@
+"""Training from the command line: what it writes, what it refuses, and that nothing is ever lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tether.errors import CheckpointError, ConfigError, TetherError
+from tether.experiments import RunFolder
+from tether.llm.config import CompareConfig, TrainConfig
+from tether.llm.train import train
+
+SETTINGS = {
+    "task": "arithmetic",
+    "steps": 16,
+    "updates_per_rollout": 4,
+    "prompts_per_rollout": 4,
+    "responses_per_prompt": 4,
+    "eval_every": 8,
+    "eval_problems": 12,
+    "save_every": 4,
+    "learning_rate": 1e-3,
+    "threads": 1,
+    "device": "cpu",
+}
+
+
+def config(output: Path, **changes: object) -> TrainConfig:
+    return TrainConfig(output=output, **{**SETTINGS, **changes})
+
+
+def command(output: Path, *more: str) -> list[str]:
+    options = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "tether", "llm", "train", "--output", str(output), *options, *more]
+
+
+def start(output: Path, *more: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(output, *more), stdout=subprocess.DEVNULL, env=environment)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def steps_logged(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def record(folder: Path) -> dict[str, object]:
+    """Everything a run wrote that should not depend on the clock."""
+
+    def lines(path: Path) -> list[dict[str, object]]:
+        timeless = ("time_s", "step_seconds")
+        return [
+            {name: value for name, value in json.loads(line).items() if name not in timeless}
+            for line in path.read_text().splitlines()
+        ]
+
+    return {
+        "metrics": lines(folder / "metrics.jsonl"),
+        "eval": lines(folder / "eval.jsonl"),
+        "samples": {path.name: lines(path) for path in sorted((folder / "samples").iterdir())},
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train(config(folder))
+    return folder
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    assert record(folder) == record(reference)
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_a_run_records_every_step_and_evaluation(uninterrupted):
+    run = RunFolder.open(uninterrupted)
+    assert run.finished
+    assert [line["step"] for line in run.metrics()] == list(range(1, 17))
+    assert [line["step"] for line in run.evals()] == [0, 8, 16]
+    wanted = {"reward", "entropy", "kl_mean", "kl_max", "projected", "step_seconds", "completion_length"}
+    assert wanted <= set().union(*run.metrics())
+    assert max(line["kl_max"] for line in run.metrics()) > 0
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [12, 16]
+
+
+def test_the_first_update_of_each_batch_starts_at_the_old_policy(uninterrupted):
+    for line in RunFolder.open(uninterrupted).metrics():
+        if (line["step"] - 1) % 4 == 0:
+            assert line["kl_max"] < 1e-5
+
+
+def test_samples_carry_every_token_with_its_divergence(uninterrupted):
+    rows = RunFolder.open(uninterrupted).samples()
+    assert rows
+    for row in rows:
+        assert row["reward"] in (0.0, 1.0)
+        assert all(token["kl"] >= 0 for token in row["tokens"])
+        text = "".join(token["text"] for token in row["tokens"])
+        assert (text.removesuffix("<eos>") == row["reference"]) == (row["reward"] == 1.0)
+
+
+def test_kill_9_and_resume_gives_the_uninterrupted_run(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_until(lambda: steps_logged(folder) >= 6, process)
+    process.kill()
+    process.wait()
+    assert not (folder / "FINISHED").exists()
+    train(config(folder, resume=True))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_resume_gives_the_uninterrupted_run(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    # Too rare to be there by themselves: the checkpoint found afterwards is the interrupt's.
+    process = start(folder, "--save-every", "16")
+    wait_until(lambda: steps_logged(folder) >= 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    run = RunFolder.open(folder)
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert latest.step in (8, 12)
+    assert not run.finished
+    train(config(folder, resume=True, save_every=16))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_measuring_more_often_changes_nothing_else(tmp_path, uninterrupted):
+    train(config(tmp_path / "run", eval_every=4))
+    assert record(tmp_path / "run")["metrics"] == record(uninterrupted)["metrics"]
+
+
+def test_a_finished_run_is_left_alone_on_resume(tmp_path, uninterrupted):
+    before = record(uninterrupted)
+    train(config(uninterrupted, resume=True))
+    assert record(uninterrupted) == before
+
+
+def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
+    with pytest.raises(CheckpointError, match="resume"):
+        train(config(uninterrupted))
+
+
+@pytest.mark.parametrize("trust_region", ["clip", "none"])
+def test_rivals_are_measured_like_troll(tmp_path, trust_region):
+    run = train(config(tmp_path / "run", trust_region=trust_region, steps=4, eval_every=0))
+    lines = RunFolder.open(run.path).metrics()
+    assert lines[-1]["kl_max"] > 0
+    assert all(line["projected"] == 0 for line in lines)
+
+
+def test_lora_trains_and_leaves_a_whole_model(tmp_path):
+    train(config(tmp_path / "run", lora_rank=4, steps=4, eval_every=0))
+    names = load_file(tmp_path / "run" / "model" / "model.safetensors").keys()
+    assert not any("lora" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "/no/such/folder"}, "no model folder"),
+        ({"task": "chess"}, "Unknown task"),
+        ({"task": "gsm8k", "task_options": {"path": "/no/such/file.jsonl"}}, "no/such/file"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, changes, message):
+    with pytest.raises(TetherError, match=message):
+        train(config(tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_bound": -0.1}, "kl_bound must be positive"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"responses_per_prompt": 1}, "at least 2"),
+        ({"save_every": 3}, "multiple of updates_per_rollout"),
+        ({"prompts_per_rollout": 3, "responses_per_prompt": 3}, "equal updates"),
+        ({"micro_batch_size": 3}, "does not divide"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+    ],
+)
+def test_settings_out_of_range_name_themselves(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_gspo_has_clip_ranges_of_its_own(tmp_path):
+    assert config(tmp_path, estimator="gspo").clip_range == (3e-4, 4e-4)
+    assert config(tmp_path, clip_low=0.2, clip_high=0.28).clip_range == (0.2, 0.28)
+    assert config(tmp_path, clip_low=0.1).clip_range == (0.1, 0.1)
+
+
+def test_a_comparison_needs_distinct_methods_and_seeds():
+    with pytest.raises(ConfigError, match="repeat"):
+        CompareConfig(seeds=(0, 0))

@@ -1,0 +1,79 @@
+"""The command a person types: help, options, files, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from tether.cli import main
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def test_without_arguments_it_lists_the_commands(capsys):
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("llm train", "llm eval", "llm compare", "report"))
+
+
+def test_an_unknown_command_is_named_and_the_known_ones_listed(capsys):
+    assert run("llm", "fly") == 2
+    shown = capsys.readouterr().err
+    assert "no command 'llm fly'" in shown
+    assert "llm train" in shown
+
+
+@pytest.mark.parametrize("words", [("llm", "train"), ("llm", "eval"), ("llm", "compare"), ("report",)])
+def test_each_command_explains_its_options(words, capsys):
+    assert run(*words, "--help") == 0
+    assert "--output" in capsys.readouterr().out
+
+
+def test_a_tether_error_is_one_message_and_exit_code_1(capsys, tmp_path):
+    assert run("llm", "train", "--model", "/no/such/folder", "--output", str(tmp_path / "run")) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("tether: ")
+    assert "/no/such/folder" in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_typed_besides_a_file_override_it(tmp_path, capsys):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"model: /from/file\noutput: {tmp_path / 'run'}\n")
+    assert run("llm", "train", "--config", str(settings)) == 1
+    assert "/from/file" in capsys.readouterr().err
+    assert run("llm", "train", "--config", str(settings), "--model", "/typed") == 1
+    assert "/typed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("- a list", "must map option names"), ("a: [", "not valid YAML"), (None, "cannot be read")],
+)
+def test_a_settings_file_that_cannot_be_used_is_named(tmp_path, capsys, content, message):
+    path = tmp_path / "settings.yaml"
+    if content is not None:
+        path.write_text(content)
+    assert run("llm", "train", "--config", str(path)) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert str(path) in shown
+
+
+def test_a_misspelt_key_in_a_file_is_refused(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text("stepz: 3\n")
+    assert run("llm", "train", "--config", str(path)) == 2
+    assert "stepz" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    import tether
+
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == tether.__version__
