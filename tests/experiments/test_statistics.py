@@ -13,11 +13,11 @@ from tether.errors import InvalidInputError
 from tether.experiments.statistics import (
     Curve,
     align_curves,
+    block_curve,
     bootstrap_interval,
     improvement_interval,
     interquartile_mean,
     mean_curve,
-    moving_average,
     probability_of_improvement,
     proportion_interval,
 )
@@ -208,12 +208,14 @@ def test_a_curve_that_goes_backwards_or_lacks_points_is_refused(x: list[float], 
         Curve(np.asarray(x), np.asarray(y))
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
-@given(st.lists(st.one_of(st.floats(-9, 9), st.just(np.nan)), min_size=1, max_size=12), st.integers(1, 7))
-def test_moving_average_equals_the_mean_of_each_window(values: list[float], window: int) -> None:
-    array = np.array(values)
-    expected = []
-    for i in range(array.size):
-        part = array[max(i - (window - 1) // 2, 0) : i + window // 2 + 1]
-        expected.append(part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan)
-    np.testing.assert_allclose(moving_average(values, window), expected, atol=1e-12)
+def test_blocks_reduce_whole_cycles_and_drop_the_unfinished_one() -> None:
+    curve = Curve(np.arange(1, 9), np.array([1.0, 5.0, 3.0, np.nan, 2.0, np.inf, np.nan, 7.0]))
+    largest = block_curve(curve, 3, np.max)
+    assert (largest.x.tolist(), largest.y.tolist()) == ([3.0, 6.0], [5.0, 2.0])
+    assert np.isnan(block_curve(Curve([1, 2], [np.nan, 1.0]), 1).y).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_blocks_larger_than_the_curve_are_refused(size: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"Blocks of {size}"):
+        block_curve(Curve([1, 2], [0.0, 1.0]), size)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from tether.experiments.checkpoints import Checkpoint
 from tether.experiments.files import atomic_write_bytes, atomic_write_json, atomic_write_text
 from tether.experiments.progress import TrainingProgress
+from tether.experiments.report import write_report
 from tether.experiments.run_config import RunConfig
-from tether.experiments.runs import RunFolder, find_runs
+from tether.experiments.run_start import find_runs
+from tether.experiments.runs import RunFolder
 from tether.experiments.seeds import RandomState, seed_everything
+from tether.experiments.summary import print_results, results_table, summarise
 
 __all__ = [
     "Checkpoint",
@@ -19,5 +22,9 @@ __all__ = [
     "atomic_write_json",
     "atomic_write_text",
     "find_runs",
+    "print_results",
+    "results_table",
     "seed_everything",
+    "summarise",
+    "write_report",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Theme = Literal["light", "dark"]
+End = tuple[str, str, float]
+"""Where a line ends: its label, its colour, its y."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ COLOURS: dict[Theme, Colours] = {
     ),
 }  # fmt: skip
 
-_FIXED_PLACES = {"troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7}
+_FIXED_PLACES = {
+    "troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7,
+    "no trust region": 7,
+}  # fmt: skip
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
     (0, (5, 2)),
@@ -67,9 +72,10 @@ class Panel:
     log: bool = False
     percent: bool = False
     """The values are fractions and read as per cent."""
-    line: float | None = None
-    """A dashed horizontal line, such as the KL bound."""
-    line_label: str = ""
+    lines: Mapping[str, float] = field(default_factory=dict)
+    """Dashed horizontal lines by their names, such as the KL bound."""
+    from_zero: bool = False
+    """The axis begins at 0, so that lengths compare as they look."""
     markers: bool = False
     """Dots at the points: for evaluations, which are few."""
 
@@ -121,21 +127,32 @@ def small_multiples(
         figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
         labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
+        drawn = []
         for index, panel in enumerate(panels):
-            draw_panel(figure.add_subplot(rows, columns, index + 1), panel, labels, theme)
+            axes = figure.add_subplot(rows, columns, index + 1)
+            drawn.append((axes, _draw(axes, panel, labels, theme)))
+        figure.draw_without_rendering()  # settles the layout
+        for axes, ends in drawn:
+            _label_ends(axes, ends)
         return figure
 
 
 def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, theme: Theme = "light") -> None:
     """Draw a panel on existing axes; ``labels`` are all labels that share the colours."""
-    labels = list(panel.curves) if labels is None else labels
+    ends = _draw(axes, panel, list(panel.curves) if labels is None else labels, theme)
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
+    _label_ends(axes, ends)
+
+
+def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list[End]:
+    """Everything but the labels, which need the layout settled; returns where those go."""
     colours, places = palette(labels, theme), _places(labels)
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     if panel.log:
         axes.set_yscale("log", nonpositive="mask")
-    ends: list[tuple[str, str, float]] = []
+    ends: list[End] = []
     for label, curves in panel.curves.items():
         drawable = [shown for shown in (_drawable(curve, panel.log) for curve in curves) if shown is not None]
         if not drawable:
@@ -144,10 +161,10 @@ def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, th
         ends.append((label, colours[label], _draw_label(axes, drawable, colours[label], dash, panel.markers)))
     if not ends:
         raise InvalidInputError(f"Panel {panel.title!r} has no finite value to draw.")
-    if panel.line is not None and np.isfinite(panel.line):
-        _draw_bound(axes, panel, theme)
+    for name, height in panel.lines.items():
+        _draw_line(axes, name, height, theme)
     _scale(axes, panel)
-    _label_ends(axes, ends)
+    return ends
 
 
 def stacked_bars(
@@ -189,9 +206,15 @@ def save_figure(figure: Figure, path: str | Path, theme: Theme = "light") -> Pat
 
 def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
     """A figure as PNG, sharp at README width on dense screens; equal figures give equal bytes."""
-    buffer = io.BytesIO()
+    from PIL import Image
+
     with house_style(theme):
-        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+        figure.set_dpi(160)
+        figure.canvas.draw()
+    pixels = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")  # type: ignore[attr-defined]
+    buffer = io.BytesIO()
+    # 256 colours are enough for lines on a plain ground, at a third of the size.
+    pixels.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 
@@ -262,7 +285,8 @@ def band_of(curves: Sequence[Curve]) -> CurveBand | None:
 
 def _places(labels: Sequence[str]) -> dict[str, int]:
     unique = sorted(dict.fromkeys(labels))
-    fixed = {label: _FIXED_PLACES[label] for label in unique if label in _FIXED_PLACES}
+    known = {label: label.casefold() for label in unique}
+    fixed = {label: _FIXED_PLACES[name] for label, name in known.items() if name in _FIXED_PLACES}
     # Two names of one place (troll, tce) in one figure: the second takes the next free place.
     places: dict[str, int] = {}
     for label, place in fixed.items():
@@ -301,24 +325,24 @@ def _draw_label(axes: Axes, curves: list[Curve], colour: str, dash: object, mark
     return float(band.mean[np.isfinite(band.mean)][-1])
 
 
-def _draw_bound(axes: Axes, panel: Panel, theme: Theme) -> None:
-    colours = COLOURS[theme]
-    assert panel.line is not None
-    axes.axhline(panel.line, color=colours.text, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.8)
-    if panel.line_label:
-        axes.annotate(
-            panel.line_label, (0.0, panel.line), xycoords=("axes fraction", "data"), xytext=(4, 3),
-            textcoords="offset points", fontsize=8, color=colours.text, alpha=0.9,
-        )  # fmt: skip
+def _draw_line(axes: Axes, name: str, height: float, theme: Theme) -> None:
+    colour = COLOURS[theme].text
+    axes.axhline(height, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.8)
+    axes.annotate(
+        name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 3),
+        textcoords="offset points", fontsize=8, color=colour, alpha=0.9,
+    )  # fmt: skip
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if panel.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -0.02), min(high, 1.02))
+    if panel.from_zero:
+        axes.set_ylim(bottom=0.0)
     if panel.log:
         low, high = axes.get_ylim()
         decades = np.log10(high / low)
@@ -330,12 +354,24 @@ def _scale(axes: Axes, panel: Panel) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.margins(x=0.02)
 
 
-def _label_ends(axes: Axes, ends: list[tuple[str, str, float]]) -> None:
+def _short(value: float) -> str:
+    """A number as an axis shows it.
+
+    >>> _short(160), _short(2500), _short(25_000), _short(1_250_000)
+    ('160', '2500', '25k', '1.25M')
+    """
+    for unit, size in (("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e6 if unit == 'M' else 1e3):g}{unit}"
+    return f"{value:g}"
+
+
+def _label_ends(axes: Axes, ends: list[End]) -> None:
     """Write each label where its line ends, moved apart where they would overlap."""
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
     height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
     wanted = [axes.transAxes.inverted().transform(axes.transData.transform((0.0, y)))[1] for *_, y in ends]
     spread = _spread([float(place) * height for place in wanted], gap=10.5, low=0.0, high=height)

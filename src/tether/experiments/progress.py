@@ -208,7 +208,8 @@ class SeveralRuns:
 
 def _latest(folder: Path) -> tuple[int, dict[str, float]]:
     """The last step of a run and the latest of its numbers; 0 and nothing before it has begun."""
-    step, numbers = 0, {}
+    step = 0
+    numbers: dict[str, float] = {}
     for name in ("metrics.jsonl", "eval.jsonl"):
         lines = read_json_lines(folder / name)
         if lines:

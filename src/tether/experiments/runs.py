@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from tether.experiments import checkpoints as _checkpoints
 from tether.experiments.checkpoints import Checkpoint, step_name, step_of
 from tether.experiments.files import (
@@ -31,18 +30,17 @@ from tether.experiments.run_config import (
     CONFIG_FILE,
     KINDS,
     RunConfig,
-    differences,
     installed_versions,
     now,
     read_config,
 )
+from tether.experiments.run_start import FINISHED_FILE, check_target, resumed_config
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
-FINISHED_FILE = "FINISHED"
 
 
 class RunFolder:
@@ -129,11 +127,11 @@ class RunFolder:
         # Through JSON and back, so that tuples and lists, paths and strings compare equal on resume.
         plain = _through_json(dict(settings))
         config = RunConfig(kind, label, int(seed), plain, installed_versions(), now())
-        holds_run = _check_target(path, resume)
+        holds_run = check_target(path, resume)
         path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path)
         try:
-            config = _resumed_config(path, config, may_change) if holds_run else config
+            config = resumed_config(path, config, may_change) if holds_run else config
             atomic_write_json(path / CONFIG_FILE, config.as_dict())
             return cls(path, config, lock, tensorboard=tensorboard, clock=clock)
         except BaseException:
@@ -395,81 +393,6 @@ class RunFolder:
                 self._last_step[name] = int(records[-1]["step"])
                 seconds = max(seconds, float(records[-1].get("time_s", 0.0)))
         self._clock_start = self._clock() - seconds
-
-
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
-
-    Raises:
-        CheckpointError: a path that does not exist or holds no run.
-    """
-    found: dict[Path, None] = {}
-    for given in map(Path, paths):
-        runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)
-        if not runs:
-            read_config(given)  # raises, with what is wrong
-        found |= dict.fromkeys(runs)
-    return list(found)
-
-
-def _runs_below(path: Path) -> list[Path]:
-    """Run folders under ``path``; checkpoints hold model configurations of the same name and are left out."""
-    found = (config.relative_to(path) for config in path.rglob(CONFIG_FILE))
-    return sorted(path / config.parent for config in found if "checkpoints" not in config.parts)
-
-
-def _check_target(path: Path, resume: bool) -> bool:
-    """Whether ``path`` holds a run to resume; refuses what must not be overwritten."""
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file; a run needs a folder. Choose another output folder.")
-    if (path / CONFIG_FILE).is_file():
-        if resume:
-            return True
-        old = read_config(path)
-        state = "a finished run" if (path / FINISHED_FILE).exists() else "an unfinished run"
-        raise CheckpointError(
-            f"{path} already holds {state} ({old.label}, seed {old.seed}, started {old.started}). "
-            "Pass resume=True (--resume) to go on with it, choose another output folder, or delete it."
-        )
-    own = (FolderLock.NAME, TEMPORARY_PREFIX)
-    strangers = (
-        [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
-    )
-    if strangers:
-        raise CheckpointError(
-            f"{path} is not empty and not a run: it holds {', '.join(sorted(strangers)[:3])}. "
-            "Choose another output folder; nothing was touched."
-        )
-    return False
-
-
-def _resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) -> RunConfig:
-    old = read_config(path)
-    changed = differences(old, asked, may_change)
-    if changed:
-        listed = "; ".join(
-            f"{name}: {before!r} then, {after!r} now" for name, (before, after) in changed.items()
-        )
-        raise CheckpointError(
-            f"{path} holds another run, which cannot be resumed with these settings ({listed}). "
-            "Use the same settings, or another output folder."
-        )
-    if old.versions != asked.versions:
-        names = sorted(old.versions.keys() | asked.versions.keys())
-        moved = [
-            f"{name} {old.versions.get(name)} -> {asked.versions.get(name)}"
-            for name in names
-            if old.versions.get(name) != asked.versions.get(name)
-        ]
-        warnings.warn(
-            f"{path} was started with other versions ({', '.join(moved)}); the resumed run may differ in its "
-            "numbers. Install the old versions for an exact continuation.",
-            TetherWarning,
-            stacklevel=4,
-        )
-    if differences(old, asked):  # only settings allowed to change, such as more steps
-        (path / FINISHED_FILE).unlink(missing_ok=True)
-    return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
 
 
 def _through_json(settings: dict[str, Any]) -> dict[str, Any]:

@@ -241,23 +241,30 @@ def align_curves(curves: Sequence[Curve], grid: int | ArrayLike | None = None) -
     return x, np.stack([np.interp(x, xs, ys) for xs, ys in points])
 
 
-def moving_average(values: ArrayLike, window: int) -> Array:
-    """A centred moving average that shortens at the ends and passes over what is not finite.
+def block_curve(curve: Curve, size: int, reduce: Statistic = np.mean) -> Curve:
+    """Each ``size`` successive points as one, at the last one's x; a last block that is not full is dropped.
 
-    >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
-    [1.5, 3.0, 3.0, 3.0]
+    What rises and falls within a cycle of known length, such as the updates on one batch of rollouts, shows
+    its trend this way; a moving average would bend at both ends. Values not finite are passed over.
+
+    Args:
+        curve: the points.
+        size: points a block.
+        reduce: a function of a block's finite values, such as `numpy.mean` or `numpy.max`.
+
+    Raises:
+        InvalidInputError: a size below 1, or larger than the curve.
+
+    >>> blocks = block_curve(Curve([1, 2, 3, 4, 5], [0.0, 2.0, 4.0, 8.0, 9.0]), 2)
+    >>> blocks.x.tolist(), blocks.y.tolist()
+    ([2.0, 4.0], [1.0, 6.0])
     """
-    array = np.asarray(values, dtype=np.float64)
-    if window < 1 or array.ndim != 1:
-        raise InvalidInputError(f"A moving average needs a row of values and a window >= 1; got {window}.")
-    before, after = (window - 1) // 2, window // 2
-    finite = np.isfinite(array)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    positions = np.arange(array.size)
-    left, right = np.maximum(positions - before, 0), np.minimum(positions + after + 1, array.size)
-    number = counts[right] - counts[left]
-    return np.where(number > 0, (sums[right] - sums[left]) / np.maximum(number, 1), np.nan)
+    if not 1 <= size <= curve.x.size:
+        raise InvalidInputError(f"Blocks of {size} points of a curve of {curve.x.size}: give 1 to that many.")
+    full = curve.x.size // size * size
+    finite = (block[np.isfinite(block)] for block in curve.y[:full].reshape(-1, size))
+    values = [float(reduce(block)) if block.size else np.nan for block in finite]
+    return Curve(curve.x[size - 1 : full : size], np.array(values))
 
 
 def _grid(grid: int | ArrayLike, start: float, end: float) -> Array:

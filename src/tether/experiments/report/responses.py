@@ -1,0 +1,186 @@
+"""Sampled responses, token by token, made ready for the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tether.experiments.report.panels import bounds
+from tether.experiments.summary import RunData, by_label
+
+SHOWN_RESPONSES = 8
+LEVELS = (0.01, 0.1, 0.5, 1.0, 4.0)
+"""Where the tint of a token changes, as multiples of the scale (the bound where there is one)."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as it is shown."""
+
+    text: str
+    level: int
+    """Tint: 0 (hardly moved) to ``len(LEVELS)``."""
+    projected: bool
+    tip: str
+    """The numbers, in words."""
+    breaks: bool
+    """Whether a new line begins after it."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response as it is shown."""
+
+    prompt: str
+    reference: str
+    reward: str
+    verdict: str
+    """``"right"``, ``"partly right"`` or ``"wrong"``."""
+    tokens: list[Token]
+    projected: int
+    largest_kl: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some responses of one run at one step."""
+
+    label: str
+    seed: int
+    step: int
+    scale: float
+    """The KL in nats that `LEVELS` are multiples of."""
+    scale_is_bound: bool
+    responses: list[Response]
+
+    @property
+    def level_texts(self) -> list[str]:
+        """What each tint means, from the weakest."""
+        edges = [f"{level * self.scale:.2g}" for level in LEVELS]
+        inner = [f"{low}-{high}" for low, high in pairwise(edges)]
+        return [f"< {edges[0]}", *inner, f"> {edges[-1]}"]
+
+
+def samples(runs: Sequence[RunData]) -> list[Sample]:
+    """The latest responses of the first run of each label that kept some."""
+    chosen: list[tuple[RunData, int, list[Mapping[str, Any]]]] = []
+    for group in by_label(runs).values():
+        for run in group:
+            steps = run.folder.sample_steps()
+            rows = choose(run.folder.samples(steps[-1])) if steps else []
+            if rows:
+                chosen.append((run, steps[-1], rows))
+                break
+    # One scale for all, or a strong tint would mean less in one method than in another.
+    bound = min(bounds(runs, "kl_bound").values(), default=None)
+    scale = bound if bound is not None else _typical_large_kl([row for *_, rows in chosen for row in rows])
+    return [
+        Sample(
+            label=run.config.label,
+            seed=run.config.seed,
+            step=step,
+            scale=scale,
+            scale_is_bound=bound is not None,
+            responses=[_response(row, scale) for row in rows],
+        )
+        for run, step, rows in chosen
+    ]
+
+
+def choose(rows: Sequence[Mapping[str, Any]], count: int = SHOWN_RESPONSES) -> list[Mapping[str, Any]]:
+    """The first half as they were drawn, the other half the most moved of the rest: neither all dull nor all
+    picked for show."""
+    first = list(rows[: count - count // 2])
+    rest = sorted(rows[len(first) :], key=_largest_kl, reverse=True)
+    return first + rest[: count - len(first)]
+
+
+def _response(row: Mapping[str, Any], scale: float) -> Response:
+    tokens = [_token(token, scale) for token in _tokens(row)]
+    reward = float(row.get("reward", math.nan))
+    return Response(
+        prompt=_prompt_text(row.get("prompt", "")),
+        reference=str(row.get("reference", "")),
+        reward=f"{reward:.3g}",
+        verdict="right" if reward >= 1 else "partly right" if reward > 0 else "wrong",
+        tokens=tokens,
+        projected=sum(token.projected for token in tokens),
+        largest_kl=f"{_largest_kl(row):.2g}" if tokens else "-",
+    )
+
+
+def _token(token: Mapping[str, Any], scale: float) -> Token:
+    kl = _kl(token)
+    projected = bool(token.get("projected", False))
+    text = str(token.get("text", ""))
+    lines = [f"KL {kl:.3g} nats"]
+    new, old = (_probability(token.get(name)) for name in ("log_prob", "old_log_prob"))
+    if new and old:
+        lines.append(f"probability {old} → {new}")
+    if projected:
+        lines.append("projected back to the bound")
+    return Token(
+        text=visible(text),
+        level=sum(kl >= level * scale for level in LEVELS) if kl == kl else 0,
+        projected=projected,
+        tip="\n".join(lines),
+        breaks=text.endswith("\n"),
+    )
+
+
+def visible(text: str) -> str:
+    """A token's text with line ends, tabs and control characters made visible; nothing else is changed.
+
+    >>> visible("a\\n"), visible("\\x00"), visible("")
+    ('a↵', '␀', '∅')
+    """
+    if not text:
+        return "∅"
+    shown = []
+    for character in text:
+        code = ord(character)
+        if character == "\n":
+            shown.append("↵")
+        elif code < 0x20:
+            shown.append(chr(0x2400 + code))  # Unicode's pictures of control characters
+        elif 0xD800 <= code < 0xE000 or code == 0x7F or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069:
+            shown.append("\ufffd")  # half a pair, delete, and what would turn the reading direction
+        else:
+            shown.append(character)
+    return "".join(shown)
+
+
+def _tokens(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [token for token in row.get("tokens", []) if isinstance(token, Mapping)]
+
+
+def _kl(token: Mapping[str, Any]) -> float:
+    value = token.get("kl")
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _largest_kl(row: Mapping[str, Any]) -> float:
+    return max((kl for kl in map(_kl, _tokens(row)) if kl == kl), default=0.0)
+
+
+def _typical_large_kl(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The KL that one token in twenty exceeds: a scale where no bound gives one."""
+    values = sorted(kl for row in rows for kl in map(_kl, _tokens(row)) if math.isfinite(kl) and kl > 0)
+    return values[int(0.95 * (len(values) - 1))] if values else 1.0
+
+
+def _probability(log_prob: object) -> str:
+    if not isinstance(log_prob, int | float) or log_prob != log_prob:
+        return ""
+    value = math.exp(min(float(log_prob), 0.0))
+    return f"{100 * value:.3g} %"
+
+
+def _prompt_text(prompt: object) -> str:
+    if isinstance(prompt, list):
+        parts = (turn if isinstance(turn, Mapping) else {"content": turn} for turn in prompt)
+        return "\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}".lstrip(": ") for turn in parts)
+    return str(prompt)

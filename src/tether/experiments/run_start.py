@@ -1,0 +1,92 @@
+"""What stands in the way of a run beginning, or going on, in a folder; and where runs are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from tether.errors import CheckpointError, TetherWarning
+from tether.experiments.files import TEMPORARY_PREFIX
+from tether.experiments.locking import FolderLock
+from tether.experiments.run_config import CONFIG_FILE, RunConfig, differences, read_config
+
+FINISHED_FILE = "FINISHED"
+
+
+def check_target(path: Path, resume: bool) -> bool:
+    """Whether ``path`` holds a run to resume; refuses what must not be overwritten."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file; a run needs a folder. Choose another output folder.")
+    if (path / CONFIG_FILE).is_file():
+        if resume:
+            return True
+        old = read_config(path)
+        state = "a finished run" if (path / FINISHED_FILE).exists() else "an unfinished run"
+        raise CheckpointError(
+            f"{path} already holds {state} ({old.label}, seed {old.seed}, started {old.started}). "
+            "Pass resume=True (--resume) to go on with it, choose another output folder, or delete it."
+        )
+    own = (FolderLock.NAME, TEMPORARY_PREFIX)
+    strangers = (
+        [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
+    )
+    if strangers:
+        raise CheckpointError(
+            f"{path} is not empty and not a run: it holds {', '.join(sorted(strangers)[:3])}. "
+            "Choose another output folder; nothing was touched."
+        )
+    return False
+
+
+def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) -> RunConfig:
+    old = read_config(path)
+    changed = differences(old, asked, may_change)
+    if changed:
+        listed = "; ".join(
+            f"{name}: {before!r} then, {after!r} now" for name, (before, after) in changed.items()
+        )
+        raise CheckpointError(
+            f"{path} holds another run, which cannot be resumed with these settings ({listed}). "
+            "Use the same settings, or another output folder."
+        )
+    if old.versions != asked.versions:
+        names = sorted(old.versions.keys() | asked.versions.keys())
+        moved = [
+            f"{name} {old.versions.get(name)} -> {asked.versions.get(name)}"
+            for name in names
+            if old.versions.get(name) != asked.versions.get(name)
+        ]
+        warnings.warn(
+            f"{path} was started with other versions ({', '.join(moved)}); the resumed run may differ in its "
+            "numbers. Install the old versions for an exact continuation.",
+            TetherWarning,
+            stacklevel=3,
+        )
+    if differences(old, asked):  # only settings allowed to change, such as more steps
+        (path / FINISHED_FILE).unlink(missing_ok=True)
+    return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
+
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
+
+    Raises:
+        CheckpointError: a path that does not exist or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for given in map(Path, paths):
+        runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)
+        if not runs:
+            read_config(given)  # raises, with what is wrong
+        found |= dict.fromkeys(runs)
+    return list(found)
+
+
+def _runs_below(path: Path) -> list[Path]:
+    """Run folders under ``path``, not what is inside them: saved models have a ``config.json`` too."""
+    runs: list[Path] = []
+    for folder in sorted(config.parent for config in path.rglob(CONFIG_FILE)):  # a run before its inside
+        if not any(run in folder.parents for run in runs):
+            runs.append(folder)
+    return runs
