@@ -11,7 +11,14 @@ from scipy import optimize
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.projection import gaussian_entropy, kl_gaussian, project_diagonal_gaussian, project_gaussian
+from tether.projection import (
+    diagonal_gaussian_entropy,
+    gaussian_entropy,
+    kl_diagonal_gaussian,
+    kl_gaussian,
+    project_diagonal_gaussian,
+    project_gaussian,
+)
 from tether.projection.gaussian_curves import KullbackLeiblerCurve, WassersteinCurve
 
 F64 = torch.float64
@@ -410,6 +417,12 @@ def test_divergence_and_entropy_agree_with_torch_distributions() -> None:
     q = torch.distributions.MultivariateNormal(old_mean, scale_tril=old)
     assert torch.allclose(sum(kl_gaussian(mean, new, old_mean, old)), torch.distributions.kl_divergence(p, q))
     assert torch.allclose(gaussian_entropy(new), p.entropy())
+    scale, old_scale = (factor.diagonal(dim1=-2, dim2=-1) for factor in (new, old))
+    p = torch.distributions.Independent(torch.distributions.Normal(mean, scale), 1)
+    q = torch.distributions.Independent(torch.distributions.Normal(old_mean, old_scale), 1)
+    diagonal = kl_diagonal_gaussian(mean, scale, old_mean, old_scale)
+    assert torch.allclose(sum(diagonal), torch.distributions.kl_divergence(p, q))
+    assert torch.allclose(diagonal_gaussian_entropy(scale), p.entropy())
 
 
 def test_divergence_of_nearly_equal_covariances_keeps_its_digits() -> None:

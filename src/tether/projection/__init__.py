@@ -3,7 +3,9 @@
 from tether.projection.categorical import CategoricalProjection, kl_categorical, project_categorical
 from tether.projection.gaussian import (
     GaussianProjection,
+    diagonal_gaussian_entropy,
     gaussian_entropy,
+    kl_diagonal_gaussian,
     kl_gaussian,
     project_diagonal_gaussian,
     project_gaussian,
@@ -15,8 +17,10 @@ __all__ = [
     "GaussianProjection",
     "SparseLogProbs",
     "SparseProjection",
+    "diagonal_gaussian_entropy",
     "gaussian_entropy",
     "kl_categorical",
+    "kl_diagonal_gaussian",
     "kl_gaussian",
     "project_categorical",
     "project_diagonal_gaussian",

@@ -164,7 +164,7 @@ def project_diagonal_gaussian(
         projected, cov_kl = _ProjectScale.apply(scales.new, scales.old, _CURVES[method], float(cov_bound))
     projected, cov_kl = scales.restore(projected), scales.restore(cov_kl)
     if entropy_bound is not None:
-        entropy = _entropy_of_scales(projected.double())
+        entropy = diagonal_gaussian_entropy(projected.double())
         projected = _widen(projected, entropy, entropy_bound, projected.shape[-1], 1)
     return GaussianProjection(
         projected_mean, projected, mean_kl, cov_kl.to(mean_kl.dtype), mean_projected, cov_kl > cov_bound
@@ -192,6 +192,24 @@ def kl_gaussian(
     return mean_part.to(dtype), _kl_of_whitened_factor(factor).to(dtype)
 
 
+def kl_diagonal_gaussian(
+    mean: Tensor, scale: Tensor, old_mean: Tensor, old_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`kl_gaussian` for independent dimensions with standard deviations [..., W].
+
+    Example:
+        >>> import torch
+        >>> parts = kl_diagonal_gaussian(torch.ones(2), torch.ones(2), torch.zeros(2), 2 * torch.ones(2))
+        >>> [round(part.item(), 4) for part in parts]
+        [0.25, 0.6363]
+    """
+    dtype = torch.promote_types(mean.dtype, scale.dtype)
+    old = old_scale.double()
+    mean_part = 0.5 * ((mean.double() - old_mean.double()) / old).square().sum(-1)
+    ratio = scale.double() / old
+    return mean_part.to(dtype), (0.5 * x_minus_log1p((ratio - 1) * (ratio + 1)).sum(-1)).to(dtype)
+
+
 def gaussian_entropy(scale_tril: Tensor) -> Tensor:
     """Entropy in nats of a Gaussian with Cholesky factor [..., W, W] -> [...].
 
@@ -200,7 +218,12 @@ def gaussian_entropy(scale_tril: Tensor) -> Tensor:
         >>> round(gaussian_entropy(torch.eye(2)).item(), 4)
         2.8379
     """
-    return _entropy_of_scales(scale_tril.diagonal(dim1=-2, dim2=-1))
+    return diagonal_gaussian_entropy(scale_tril.diagonal(dim1=-2, dim2=-1))
+
+
+def diagonal_gaussian_entropy(scale: Tensor) -> Tensor:
+    """Entropy in nats of a Gaussian with standard deviations [..., W] -> [...]."""
+    return scale.log().sum(-1) + 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
 
 
 # ---------------------------------------------------------------------------------------- covariance
@@ -368,10 +391,6 @@ def _whiten(rows: Tensor, factor: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         return torch.linalg.solve_triangular(factor, flat.mT, upper=False).mT.reshape(rows.shape)
     return torch.linalg.solve_triangular(factor, rows[..., None], upper=False).squeeze(-1)
-
-
-def _entropy_of_scales(scale: Tensor) -> Tensor:
-    return scale.log().sum(-1) + 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
 
 
 def _widen(scale: Tensor, entropy: Tensor, least: float | Tensor, size: int, matrix_dims: int) -> Tensor:

@@ -1,0 +1,120 @@
+"""The critic: how much reward is still to come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tether.episodic.networks import Activation, build_mlp
+from tether.episodic.statistics import RunningStatistics
+from tether.errors import ConfigError, InvalidInputError
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Network and optimisation of the critic."""
+
+    hidden_sizes: tuple[int, ...] = (128, 128)
+    """Units of the hidden layers."""
+
+    activation: Activation = "leaky_relu"
+    """Non-linearity between them."""
+
+    learning_rate: float = 3e-4
+    """Of Adam; follows the policy's schedule."""
+
+    epochs: int = 50
+    """Passes over the whole batch an iteration."""
+
+    weight_decay: float = 0.0
+    """Of Adam."""
+
+    normalise_inputs: bool = True
+    """Whether inputs are normalised by their running mean and standard deviation."""
+
+    normalise_targets: bool = False
+    """Whether the network predicts values in running standard deviations around their running mean."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:
+            raise ConfigError(
+                "The critic needs epochs >= 1, learning_rate > 0 and weight_decay >= 0, got "
+                f"{self.epochs}, {self.learning_rate} and {self.weight_decay}."
+            )
+
+
+class Critic(nn.Module):
+    """Estimate a value from an observation.
+
+    Args:
+        config: the network.
+        input_size: number of features.
+        generator: draws the initial weights.
+        dtype: of all parameters.
+
+    Example:
+        >>> critic = Critic(CriticConfig(), 3, generator=torch.Generator().manual_seed(0))
+        >>> critic(torch.zeros(4, 5, 3)).shape
+        torch.Size([4, 5])
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        input_size: int,
+        *,
+        generator: torch.Generator,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.network = build_mlp(
+            input_size,
+            config.hidden_sizes,
+            1,
+            activation=config.activation,
+            output_gain=1.0,
+            generator=generator,
+        ).to(dtype)
+        self.statistics = RunningStatistics(input_size)
+        self.target_statistics = RunningStatistics(1, clip=math.inf)
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        """What the network sees of inputs [..., size]; the inputs themselves before the first `observe`."""
+        return self.statistics(inputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Values of inputs [..., size] -> [...]."""
+        values = self.network(self.normalised(inputs))
+        return self.target_statistics.invert(values).squeeze(-1)
+
+    def observe(self, inputs: Tensor) -> None:
+        """Take inputs [..., size] into the running statistics."""
+        if self.config.normalise_inputs:
+            self.statistics.update(inputs)
+
+    def fit(self, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
+        """Regress on targets [N] from inputs [N, size] for the configured epochs; the last loss.
+
+        The loss is the mean squared error over the whole batch, of normalised targets if so configured.
+
+        Raises:
+            InvalidInputError: targets that are not finite.
+        """
+        if not bool(torch.isfinite(targets).all()):
+            raise InvalidInputError("The critic's targets hold NaN or infinity. Look at the rewards.")
+        with torch.no_grad():
+            features = self.normalised(inputs)
+            if self.config.normalise_targets:
+                self.target_statistics.update(targets[:, None])
+            wanted = self.target_statistics(targets[:, None])
+        loss = targets.new_zeros(())
+        for _ in range(self.config.epochs):
+            loss = nn.functional.mse_loss(self.network(features), wanted)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        return loss.item()

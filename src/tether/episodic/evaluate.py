@@ -1,0 +1,83 @@
+"""How good a policy is: success and return on a fixed set of episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.episodic.adapters import FloatArray
+from tether.episodic.agent import EpisodicAgent
+from tether.episodic.sampler import EpisodeSampler
+
+_EVALUATION_STREAM = 0x7E7E
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What became of E episodes."""
+
+    success: NDArray[np.bool_]
+    """[E]"""
+
+    returns: FloatArray
+    """Sum of rewards, [E]."""
+
+    extras: dict[str, FloatArray]
+    """Other numbers of the episodes, [E] each."""
+
+    deterministic: bool
+    """Whether the policy's mean acted, or a sample."""
+
+    def headline(self, name: str) -> FloatArray:
+        """The number of each episode that the environment is judged by (`EnvSpec.headline`), [E]."""
+        return self.success.astype(np.float64) if name == "success" else self.extras[name]
+
+    def summary(self) -> dict[str, float]:
+        """Means over the episodes; the names of a deterministic evaluation end in ``_greedy``."""
+        suffix = "_greedy" if self.deterministic else ""
+        success = self.success.astype(np.float64)
+        numbers = {"success": success, "return": self.returns, **self.extras}
+        return {f"{name}{suffix}": mean_of_known(values) for name, values in numbers.items()}
+
+
+def mean_of_known(values: FloatArray) -> float:
+    """Mean over the episodes that have the number: one that never landed has no landing distance.
+
+    >>> mean_of_known(np.array([1.0, np.nan, 3.0]))
+    2.0
+    """
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def evaluation_seeds(number: int) -> tuple[int, ...]:
+    """Seeds of the episodes every evaluation of `number` episodes uses, whatever the run.
+
+    >>> evaluation_seeds(2) == evaluation_seeds(3)[:2]
+    True
+    """
+    return tuple(
+        int(np.random.SeedSequence(_EVALUATION_STREAM, spawn_key=(i,)).generate_state(1)[0])
+        for i in range(number)
+    )
+
+
+def evaluate_agent(
+    agent: EpisodicAgent, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
+) -> Evaluation:
+    """Run the policy on the first `number` evaluation episodes.
+
+    The sampler's stream of training episodes does not move. A stochastic evaluation draws its noise from
+    the agent's generator, and puts it back where it was.
+
+    Raises:
+        SimulationError: a simulator failed.
+    """
+    starts = sampler.reset(seeds=evaluation_seeds(number))
+    before = agent.generator.get_state()
+    plan = agent.plan(starts, deterministic=deterministic)
+    agent.generator.set_state(before)
+    episodes = sampler.execute(plan.positions, plan.velocities)
+    return Evaluation(episodes.success, episodes.returns, episodes.extras, deterministic)

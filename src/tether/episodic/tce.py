@@ -1,0 +1,74 @@
+"""TCE: whole motions are chosen, but credit is given to their segments."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tether.episodic.agent import EpisodicAgent, Plan
+from tether.episodic.policy import WeightDistribution
+from tether.episodic.sampler import Episodes
+from tether.episodic.segments import (
+    gae_returns,
+    normalised,
+    segment_advantages,
+    segment_log_probs,
+    segment_points,
+)
+
+
+class TCE(EpisodicAgent):
+    """Temporally-correlated episodic RL.
+
+    Maximises mean(p(segment) / p_old(segment) A(segment)) over episodes and segments, where p is the
+    likelihood of a segment's end positions under the projected policy and A what the segment earned
+    beyond the critic's expectation, normalised over the batch.
+
+    Source: TCE (arXiv 2401.11437, algorithm 1).
+    """
+
+    def _critic_input_size(self) -> int:
+        return self.spec.observation_size
+
+    def update(self, plan: Plan, episodes: Episodes, progress: float) -> dict[str, float]:
+        started = time.perf_counter()
+        config = self.config.update
+        observations = self._tensor(episodes.observations[:, :-1])
+        rewards = self._tensor(episodes.rewards)
+        self.critic.observe(observations)
+        with torch.no_grad():
+            values = self.critic(observations)
+        targets = gae_returns(rewards, values, gamma=config.gamma, gae_lambda=config.gae_lambda)
+        points = self._draw_points()
+        advantages = segment_advantages(
+            rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
+        )
+        advantages = normalised(advantages)
+        self._set_learning_rates(progress)
+        critic_loss = self.critic.fit(self.critic_optimizer, observations.flatten(0, 1), targets.flatten())
+        critic_seconds = time.perf_counter() - started
+
+        basis = self.basis.positions.to(self.dtype)
+        pair_basis = torch.stack((basis[points[:-1]], basis[points[1:]]), dim=1)
+
+        def log_probs(distribution: WeightDistribution) -> torch.Tensor:
+            return segment_log_probs(
+                plan.weights, distribution.mean, distribution.scale_tril, pair_basis, self.spec.num_dof
+            )
+
+        with torch.no_grad():
+            old = log_probs(plan.distribution)
+
+        def objective(projected: WeightDistribution) -> torch.Tensor:
+            return ((log_probs(projected) - old).exp() * advantages).mean()
+
+        metrics = self._improve_policy(plan, progress, objective)
+        return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
+
+    def _draw_points(self) -> torch.Tensor:
+        """Where this iteration cuts its motions: the offset changes, so that no step is never an end."""
+        horizon, number = self.spec.horizon, self.config.update.segment_points
+        spacing = max(horizon // number, 1)
+        offset = int(torch.randint(spacing, (), generator=self.generator))
+        return segment_points(horizon, number, offset)

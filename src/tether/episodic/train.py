@@ -1,0 +1,226 @@
+"""The training loop: sample episodes, learn from them, measure, save; and go on after a crash."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tether.episodic.adapters import EnvSpec
+from tether.episodic.agent import EpisodicAgent
+from tether.episodic.bbrl import BBRL
+from tether.episodic.config import EpisodicConfig, config_from_dict
+from tether.episodic.evaluate import evaluate_agent, mean_of_known
+from tether.episodic.sampler import Episodes, EpisodeSampler
+from tether.episodic.tce import TCE
+from tether.errors import CheckpointError
+from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
+
+Report = Callable[[int, dict[str, float]], None]
+
+_STATE_FILE = "state.pt"
+_ALGORITHMS: dict[str, type[EpisodicAgent]] = {"tce": TCE, "bbrl": BBRL}
+# Settings that change no number of a run.
+_MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
+
+
+def build_agent(config: EpisodicConfig, spec: EnvSpec) -> EpisodicAgent:
+    """An untrained agent of the configured algorithm."""
+    return _ALGORITHMS[config.algo](config, spec)
+
+
+def train(
+    config: EpisodicConfig,
+    out: str | Path,
+    *,
+    label: str | None = None,
+    resume: bool = False,
+    tensorboard: bool = False,
+    torch_threads: int | None = 1,
+    report: Report | None = None,
+) -> RunFolder:
+    """Train an episodic policy into a run folder.
+
+    Every iteration draws episodes, lets the policy plan a motion for each, runs them and learns from
+    them. Metrics, deterministic evaluations and checkpoints are written as they come. A run that was
+    killed is continued with ``resume=True``, exactly: its files are those of an uninterrupted run,
+    times aside.
+
+    Args:
+        config: the run; see `tether.episodic.presets`.
+        out: the run's folder, new or empty unless `resume`.
+        label: the run's name in legends; the algorithm's by default.
+        resume: go on where the folder's latest checkpoint stands.
+        tensorboard: mirror metrics into the run folder's TensorBoard files.
+        torch_threads: set for this process; these networks are too small to gain from more than one. None
+            leaves it alone.
+        report: called with (iteration, its metrics), from 1; and with each evaluation's.
+
+    Returns:
+        The run folder, closed.
+
+    Raises:
+        ConfigError: an unknown environment, or settings that do not fit it.
+        CheckpointError: the folder holds another run.
+        SimulationError: a simulator failed; the message says in which iteration.
+    """
+    if torch_threads is not None:
+        torch.set_num_threads(torch_threads)
+    report = report or (lambda step, metrics: None)
+    settings = config.as_dict()
+    seed = settings.pop("seed")
+    with (
+        EpisodeSampler(config.env_id, config.num_workers, seed, config.env_options) as sampler,
+        RunFolder.create(
+            out,
+            kind="episodic",
+            label=label or config.algo,
+            seed=seed,
+            settings=settings | {"headline": sampler.spec.headline, "torch_threads": torch_threads},
+            resume=resume,
+            may_change=_MAY_CHANGE,
+            tensorboard=tensorboard,
+        ) as run,
+    ):
+        seed_everything(seed)
+        loop = _Loop(build_agent(config, sampler.spec), sampler, run, report)
+        loop.restore()
+        if not run.finished:
+            loop.run_all()
+    return run
+
+
+class _Loop:
+    def __init__(self, agent: EpisodicAgent, sampler: EpisodeSampler, run: RunFolder, report: Report) -> None:
+        self.agent = agent
+        self.sampler = sampler
+        self.run = run
+        self.report = report
+        self.done = 0
+        self.env_steps = 0
+
+    def restore(self) -> None:
+        """Stand where the latest checkpoint stands, or at the beginning."""
+        if self.run.finished:
+            return
+        checkpoint = self.run.latest_checkpoint()
+        self.run.truncate_after(checkpoint.step if checkpoint else -1)
+        if checkpoint is None:
+            return
+        state = _read_state(checkpoint.path / _STATE_FILE)
+        self.agent.load_state_dict(state["agent"])
+        self.sampler.set_random_state(state["sampler"])
+        self.done, self.env_steps = checkpoint.step, state["env_steps"]
+
+    def run_all(self) -> None:
+        config = self.agent.config
+        if self.done == 0:
+            self._evaluate()
+        while self.done < config.iterations:
+            metrics = self._iterate()
+            self.done += 1
+            self.run.log(self.done, **metrics)
+            self.report(self.done, metrics)
+            last = self.done == config.iterations
+            if last or self.done % config.evaluate_every == 0:
+                self._evaluate()
+            if last or self.done % config.checkpoint_every == 0:
+                self._save()
+        self.run.mark_finished()
+
+    def _iterate(self) -> dict[str, float]:
+        config = self.agent.config
+        started = time.perf_counter()
+        starts = self.sampler.reset(config.episodes)
+        plan = self.agent.plan(starts)
+        episodes = self.sampler.execute(plan.positions, plan.velocities)
+        sampling_seconds = time.perf_counter() - started
+        self.env_steps += episodes.env_steps
+        metrics = self.agent.update(plan, episodes, progress=self.done / config.iterations)
+        return {
+            "env_steps": self.env_steps,
+            **_describe(episodes),
+            **metrics,
+            "sampling_seconds": sampling_seconds,
+        }
+
+    def _evaluate(self) -> None:
+        result = evaluate_agent(self.agent, self.sampler, self.agent.config.evaluation_episodes)
+        numbers = {"env_steps": self.env_steps, **result.summary()}
+        self.run.log_eval(self.done, **numbers)
+        self.report(self.done, numbers)
+
+    def _save(self) -> None:
+        config = self.agent.config
+        folder = self.run.checkpoint_folder(self.done)
+        state = {
+            "agent": self.agent.state_dict(),
+            "sampler": self.sampler.random_state(),
+            "env_steps": self.env_steps,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        atomic_write_bytes(folder / _STATE_FILE, buffer.getvalue())
+        self.run.mark_complete(self.done, keep=config.keep_checkpoints)
+
+
+def load_agent(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> EpisodicAgent:
+    """The trained agent of a run folder, at its latest or another checkpoint.
+
+    Args:
+        run_path: an episodic run.
+        spec: of the environment it will act in (`EpisodeSampler.spec`).
+        step: which checkpoint; the latest by default.
+
+    Raises:
+        CheckpointError: not an episodic run, no such checkpoint, or one of another environment.
+    """
+    run = RunFolder.open(run_path)
+    config = load_config(run_path)
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in run.checkpoints()}
+    if not checkpoints or (step is not None and step not in checkpoints):
+        wanted = "no complete checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{run_path} has {wanted}; it has those of steps {sorted(checkpoints)}.")
+    if spec.env_id != config.env_id:
+        raise CheckpointError(
+            f"{run_path} was trained in {config.env_id}; its motions mean nothing in {spec.env_id}."
+        )
+    agent = build_agent(config, spec)
+    chosen = checkpoints[max(checkpoints) if step is None else step]
+    agent.load_state_dict(_read_state(chosen.path / _STATE_FILE)["agent"])
+    return agent
+
+
+def load_config(run_path: str | Path) -> EpisodicConfig:
+    """The configuration of an episodic run folder.
+
+    Raises:
+        CheckpointError: not an episodic run.
+    """
+    config = RunFolder.open(run_path).config
+    if config.kind != "episodic":
+        raise CheckpointError(f"{run_path} is a run of kind {config.kind!r}, not an episodic one.")
+    own = {"headline", "torch_threads"}
+    settings = {name: value for name, value in config.settings.items() if name not in own}
+    return config_from_dict(settings | {"seed": config.seed})
+
+
+def _describe(episodes: Episodes) -> dict[str, float]:
+    numbers = {"return_mean": float(episodes.returns.mean()), "success": float(episodes.success.mean())}
+    return numbers | {name: mean_of_known(values) for name, values in episodes.extras.items()}
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} is not a training state ({type(error).__name__}). Resume from another checkpoint."
+        ) from error
+    assert isinstance(state, dict)
+    return state
