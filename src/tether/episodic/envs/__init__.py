@@ -8,6 +8,7 @@ from __future__ import annotations
 import gymnasium
 
 from tether.episodic.adapters import register_adapter
+from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 
 _HERE = "tether.episodic.envs"
 
@@ -44,3 +45,5 @@ for _name, _reward in (("Sparse", "sparse"), ("SpatiallySparse", "spatially_spar
         reward=_reward,
     )
 _register("TableTennis-v0", "table_tennis", "TableTennisEnv", "TableTennisAdapter", horizon=300)
+for _task in META_WORLD_TASKS:
+    _register(f"MetaWorld-{_task}", "meta_world", "MetaWorldEnv", "MetaWorldAdapter", horizon=500, task=_task)

@@ -26,6 +26,70 @@ _FATAL_WARNINGS = {
 }
 
 
+def raise_on_warnings(data: Any, where: str, step: int) -> None:
+    """Fail if MuJoCo has met a state it could not use since the last reset.
+
+    Raises:
+        SimulationError: naming the environment, the step and what was unusable.
+    """
+    counts = data.warning.number
+    if not counts.any():
+        return
+    for warning, what in _FATAL_WARNINGS.items():
+        if counts[int(warning)]:
+            raise SimulationError(
+                f"{where}: MuJoCo met unusable {what} at step {step} of the episode (t = {data.time:.3f} s). "
+                "The motion asked for is too violent: lower its scale."
+            )
+
+
+class Camera:
+    """Takes pictures of a simulation; opens its buffers at the first one.
+
+    Raises:
+        ConfigError: a render mode other than None and "rgb_array", or a camera the model does not have.
+    """
+
+    def __init__(
+        self, model: Any, render_mode: str | None, width: int, height: int, name: str | None
+    ) -> None:
+        if render_mode not in (None, "rgb_array"):
+            raise ConfigError(f"render_mode is None or 'rgb_array'; got {render_mode!r}.")
+        known = [model.camera(i).name for i in range(model.ncam)]
+        if name is not None and name not in known:
+            raise ConfigError(f"The model has no camera {name!r}; it has {known}.")
+        self._model = model
+        self._enabled = render_mode is not None
+        self._size = (height, width)
+        self._name = name
+        self._renderer: Any = None
+
+    def shoot(self, data: Any) -> NDArray[np.uint8]:
+        """A picture [height, width, 3].
+
+        Raises:
+            ConfigError: the environment was not made with ``render_mode="rgb_array"``.
+        """
+        if not self._enabled:
+            raise ConfigError("To render, make the environment with render_mode='rgb_array'.")
+        if self._renderer is None:
+            size = self._model.vis.global_
+            size.offheight, size.offwidth = (
+                max(size.offheight, self._size[0]),
+                max(size.offwidth, self._size[1]),
+            )
+            self._renderer = mujoco.Renderer(self._model, *self._size)
+        self._renderer.update_scene(data, -1 if self._name is None else self._name)
+        picture: NDArray[np.uint8] = self._renderer.render()
+        return picture
+
+    def close(self) -> None:
+        """Release the buffers."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+
 class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
     """A gymnasium environment of fixed length around one MuJoCo model.
 
@@ -56,18 +120,13 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         height: int = 360,
         camera: str | None = None,
     ) -> None:
-        if render_mode not in (None, "rgb_array"):
-            raise ConfigError(f"render_mode is None or 'rgb_array'; got {render_mode!r}.")
         self.render_mode = render_mode
         self.model = mujoco.MjModel.from_xml_path(str(ASSETS / model_file))
         self.data = mujoco.MjData(self.model)
-        self._warning_counts = self.data.warning.number  # a view that follows the simulation
         self.frame_skip = frame_skip
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (action_size,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (observation_size,), dtype=np.float64)
-        self._picture_size = (height, width)
-        self._camera = camera
-        self._renderer: Any = None
+        self._pictures = Camera(self.model, render_mode, width, height, camera)
         self._steps = 0
 
     @property
@@ -112,16 +171,7 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         """Run the simulator under a constant control."""
         self.data.ctrl[:] = control
         mujoco.mj_step(self.model, self.data, steps)
-        if self._warning_counts.any():
-            self._fail_on_warnings()
-
-    def _fail_on_warnings(self) -> None:
-        for warning, what in _FATAL_WARNINGS.items():
-            if self._warning_counts[int(warning)]:
-                raise SimulationError(
-                    f"{type(self).__name__}: MuJoCo met unusable {what} at step {self._steps} of the episode "
-                    f"(t = {self.data.time:.3f} s). The motion asked for is too violent: lower its scale."
-                )
+        raise_on_warnings(self.data, type(self).__name__, self._steps)
 
     def render(self) -> NDArray[np.uint8]:
         """A picture [height, width, 3].
@@ -129,16 +179,8 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         Raises:
             ConfigError: the environment was not made with ``render_mode="rgb_array"``.
         """
-        if self.render_mode != "rgb_array":
-            raise ConfigError("To render, make the environment with render_mode='rgb_array'.")
-        if self._renderer is None:
-            self._renderer = mujoco.Renderer(self.model, *self._picture_size)
-        self._renderer.update_scene(self.data, -1 if self._camera is None else self._camera)
-        picture: NDArray[np.uint8] = self._renderer.render()
-        return picture
+        return self._pictures.shoot(self.data)
 
     def close(self) -> None:
         """Release the picture buffers."""
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        self._pictures.close()
