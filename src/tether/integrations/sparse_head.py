@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -181,8 +181,13 @@ def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """FSDP2 keeps parameters as sharded DTensors; the hidden states are ordinary tensors."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """A head that FSDP2 shards as a unit of its own, gathered; nobody else does, as its forward never runs.
+
+    Each process has tokens of its own, so the gradient is the mean over processes, as FSDP2's is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def _spread(rows: Tensor, counted: Tensor, fill: float) -> Tensor:
