@@ -33,17 +33,17 @@ class Colours:
     muted: str
     grid: str
     cycle: tuple[str, ...]
-    """Okabe and Ito's colours, told apart with any colour vision; lightened for the dark theme."""
+    """Okabe and Ito's colours, lightened for the dark theme: told apart without green or red cones, too."""
 
 
 COLOURS: dict[Theme, Colours] = {
     "light": Colours(
         "#ffffff", "#1b2430", "#5d6876", "#e4e8ee",
-        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#6a3d9a", "#7f7f7f"),
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b2e83", "#666666"),
     ),
     "dark": Colours(
         "#161b22", "#e6edf3", "#9aa7b4", "#2b333d",
-        ("#4db2f0", "#ff8c42", "#2fd3a0", "#eba0cb", "#e8c04d", "#a3d8f7", "#b39ddb", "#b5b5b5"),
+        ("#3fa7ee", "#f0762b", "#17b584", "#ee9fd0", "#f7dc6f", "#a9e0ff", "#8a5cff", "#858585"),
     ),
 }  # fmt: skip
 
@@ -353,7 +353,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.margins(x=0.02)
 

@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tether.errors import CheckpointError
+from tether.experiments import write_report
+from tether.experiments.report import page as page_module
+from tether.experiments.report.page import compare_settings, mixed_labels
+from tether.experiments.report.panels import bounds
+from tether.experiments.report.responses import choose, samples
+from tether.experiments.statistics import bootstrap_interval
+from tether.experiments.summary import load_runs
+
+WriteRun = Callable[..., Path]
+
+VOID = {"meta", "img", "source", "br"}
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}"
+
+FINALS = {"TROLL": (0.60, 0.70, 0.65), "clip": (0.50, 0.42, 0.46)}
+TOKENS = [
+    {"text": "4", "kl": 0.0, "projected": False, "log_prob": math.log(0.5), "old_log_prob": math.log(0.25)},
+    {"text": "2\n", "kl": 0.06, "projected": True, "log_prob": math.log(0.9), "old_log_prob": math.log(0.8)},
+    {"text": "", "kl": math.inf, "projected": True, "log_prob": -math.inf, "old_log_prob": 0.0},
+    {"text": EVIL, "kl": math.nan, "projected": False},
+]
+
+
+class Page(HTMLParser):
+    """The elements, links and texts of a page; fails on tags that are not closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.html = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(self.html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def links(self) -> list[str]:
+        names = ("src", "srcset", "href", "action", "data", "poster")
+        return [value for _, attributes in self.tags for name in names if (value := attributes.get(name))]
+
+    def of_class(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for _, attributes in self.tags if name in (attributes.get("class") or "").split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, write_run: WriteRun) -> Path:
+    """Two methods of three seeds, one of them with samples, one of them unfinished; and their report."""
+    root = tmp_path_factory.mktemp("report")
+    for label, finals in FINALS.items():
+        for seed, final in enumerate(finals):
+            write_run(
+                root / "runs" / f"{label}-{seed}",
+                [{"reward": 0.1, "kl_mean": 0.01, "kl_max": 0.3, "projected": 0.2, "odd_number": 7.0}] * 3,
+                [{"step": 0, "success": 0.3, "problems": 50}, {"step": 3, "success": final, "problems": 50}],
+                samples=[
+                    {"prompt": f"What? {EVIL}", "reference": "42", "reward": 1.0, "tokens": TOKENS},
+                    {
+                        "prompt": [{"role": "user", "content": "Chat?"}],
+                        "reference": EVIL,
+                        "reward": 0.0,
+                        "tokens": [],
+                    },
+                    {"prompt": "", "reference": "", "reward": 0.5, "tokens": TOKENS[:1]},
+                ],
+                label=label,
+                seed=seed,
+                finished=(label, seed) != ("clip", 2),
+                settings={
+                    "trust_region": label.lower(),
+                    "kl_bound": 0.05,
+                    "steps": 3,
+                    "optimizer": {"learning_rate": 1e-4 if label == "clip" else 3e-4},
+                    "note": EVIL,
+                },
+            )
+    write_report([root / "runs"], root / "out", title=f"Title {EVIL}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page(folder / "out" / "report.html")
+
+
+# ---------------------------------------------------------------------- one page, safe to open
+
+
+def test_the_page_needs_nothing_from_elsewhere(page: Page) -> None:
+    links = page.links()
+    assert len(links) >= 12
+    assert all(link.startswith("data:image/png;base64,") for link in links)
+    assert "url(" not in page.html
+    assert "@import" not in page.html
+    policy = [attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv")]
+    assert policy == ["default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"]
+
+
+def test_what_models_and_users_write_stays_text(page: Page) -> None:
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not [
+        attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)
+    ]
+    # Title (twice), prompts and references of both methods, the shared setting, the odd token: all are shown.
+    assert page.text.count("alert(1)</script>") >= 8
+    assert "{{ 7*7 }}" in page.text
+
+
+def test_the_plots_lie_beside_the_page_too_in_both_themes(folder: Path, page: Page) -> None:
+    plots = folder / "out" / "report-plots"
+    names = {path.name for path in plots.iterdir()}
+    expected = {"eval-success", "reward", "kl_mean", "kl_max", "projected", "all-metrics-1"}
+    assert names == {f"{name}{theme}.png" for name in expected for theme in ("", "-dark")}
+    embedded = {base64.b64decode(link.partition(",")[2]) for link in page.links()}
+    assert embedded == {path.read_bytes() for path in plots.iterdir()}
+
+
+def test_each_plot_has_a_light_and_a_dark_face(page: Page) -> None:
+    dark = [attributes for tag, attributes in page.tags if tag == "source"]
+    assert {attributes["media"] for attributes in dark} == {"(prefers-color-scheme: dark)"}
+    assert len(dark) == len([tag for tag, _ in page.tags if tag == "img"]) == 6
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_the_headline_table_holds_hand_computed_numbers(page: Page) -> None:
+    interval = bootstrap_interval(FINALS["TROLL"])
+    for shown in (
+        "3 (0, 1, 2) 30.0 % 65.0 %",
+        f"({100 * interval.low:.1f}-{100 * interval.high:.1f})",
+        "+35.0 points",
+        "+16.0 points",
+        "0.01 0.3 20 % 2 0:06",
+    ):
+        assert shown in page.text
+
+
+def test_the_outcome_claims_what_the_intervals_carry(page: Page) -> None:
+    assert "So far: TROLL ends highest, with a success of 65.0 %" in page.text
+    assert "its interval lies above all others." in page.text
+
+
+@pytest.mark.parametrize(
+    ("finals", "problems", "sentence"),
+    [
+        (((0.50, 0.60), (0.52, 0.58)), None, "but its interval does not set it apart from b."),
+        (((0.9,), (0.1,)), 100, "its interval lies above all others; other seeds may end otherwise."),
+        (((0.9,), (0.1,)), None, "how certain that is cannot be told from these runs."),
+        (((0.55,),), 100, "a: success goes from 30.0 % (21.9-39.6) to 55.0 % (45.2-64.4)."),
+    ],
+)
+def test_the_outcome_says_how_far_it_goes(
+    make_run: WriteRun, finals: tuple[tuple[float, ...], ...], problems: int | None, sentence: str
+) -> None:
+    counted = {} if problems is None else {"problems": problems}
+    paths = [
+        make_run(
+            f"{label}{seed}", [],
+            [{"step": 0, "success": 0.3, **counted}, {"step": 1, "success": final, **counted}],
+            label=label, seed=seed,
+        )
+        for label, values in zip("ab", finals, strict=False)
+        for seed, final in enumerate(values)
+    ]  # fmt: skip
+    summaries = page_module.summarise(load_runs(paths))
+    assert page_module._lead(summaries).endswith(sentence)
+
+
+def test_unfinished_runs_are_named(page: Page) -> None:
+    assert "Not finished: clip, seed 2." in page.text
+
+
+def test_settings_are_split_into_shared_and_differing(folder: Path) -> None:
+    shared, differing = compare_settings(load_runs([folder / "runs"]))
+    assert shared == {"kl_bound": "0.05", "note": EVIL, "steps": "3"}
+    assert differing == {
+        "optimizer.learning_rate": {"TROLL": "0.0003", "clip": "0.0001"},
+        "trust_region": {"TROLL": "troll", "clip": "clip"},
+    }
+
+
+def test_a_label_that_covers_two_methods_is_found(make_run: WriteRun) -> None:
+    numbers = [{"reward": 0.5}]
+    first = make_run("a", numbers, settings={"kl_bound": 0.05})
+    other_bound = make_run("b", numbers, settings={"kl_bound": 0.2}, seed=1)
+    same_seed = make_run("c", numbers, settings={"kl_bound": 0.05})
+    other_seed = make_run("d", numbers, settings={"kl_bound": 0.05, "seed": 2}, seed=2)
+    assert mixed_labels(load_runs([first, other_bound])) == {"TROLL": ["kl_bound"]}
+    assert "a seed appears twice" in mixed_labels(load_runs([first, same_seed]))["TROLL"][0]
+    assert mixed_labels(load_runs([first, other_seed])) == {}
+
+
+def test_only_runs_with_the_trust_region_draw_its_bound(make_run: WriteRun) -> None:
+    def run(name: str, region: str, bound: float) -> Path:
+        return make_run(
+            name, [{"reward": 0.5}], settings={"trust_region": region, "kl_bound": bound}, label=name
+        )
+
+    paths = [
+        run("a", "troll", 0.2),
+        run("b", "troll", math.inf),
+        run("c", "clip", 0.05),
+        run("d", "troll", 0.05),
+    ]
+    assert bounds(load_runs(paths), "kl_bound") == {"bound 0.05": 0.05, "bound 0.2": 0.2}
+    assert bounds(load_runs(paths[1:3]), "kl_bound") == {}
+
+
+# ---------------------------------------------------------------------- responses
+
+
+def test_tokens_carry_tint_mark_and_numbers(page: Page) -> None:
+    tokens = [attributes for attributes in page.of_class("tok") if "data-tip" in attributes]
+    assert len(tokens) == 2 * (len(TOKENS) + 1)
+    first, second, third, fourth = tokens[: len(TOKENS)]
+    assert first["class"] == "tok k0"
+    assert first["data-tip"] == "KL 0 nats\nprobability 25 % → 50 %"
+    assert second["class"] == "tok k4 p"  # between 1 and 4 times the bound
+    assert second["data-tip"] == "KL 0.06 nats\nprobability 80 % → 90 %\nprojected back to the bound"
+    assert third["class"] == "tok k5 p"
+    assert third["data-tip"] == "KL inf nats\nprobability 100 % → 0 %\nprojected back to the bound"
+    assert fourth["class"] == "tok k0"
+    assert fourth["data-tip"] == "KL nan nats"
+
+
+def test_responses_are_marked_right_partly_right_or_wrong(page: Page) -> None:
+    badges = [str(attributes["class"]).split()[1] for attributes in page.of_class("badge")]
+    assert badges.count("right") == badges.count("wrong") == 2
+    assert badges.count("partly") == 2 + 1  # and the mark of the unfinished method
+    assert "user: Chat?" in page.text
+    assert "2 of 4 tokens projected" in page.text
+
+
+def test_invisible_tokens_are_made_visible(page: Page) -> None:
+    assert "2↵" in page.text
+    assert "∅" in page.text
+
+
+def test_all_methods_are_tinted_on_one_scale(make_run: WriteRun) -> None:
+    def run(label: str, kl: float) -> Path:
+        rows = [{"prompt": "", "tokens": [{"text": "a", "kl": kl}] * 20}]
+        return make_run(label, [{"reward": 0.5}], samples=rows, label=label, settings={})
+
+    near, far = samples(load_runs([run("near", 0.01), run("far", 1.0)]))
+    assert near.scale == far.scale == 1.0  # the KL one token in twenty exceeds, over both
+    assert not near.scale_is_bound
+    assert (near.responses[0].tokens[0].level, far.responses[0].tokens[0].level) == (1, 4)
+
+
+def test_the_choice_is_half_as_drawn_and_half_what_moved_most() -> None:
+    rows: list[dict[str, Any]] = [{"id": i, "tokens": [{"kl": i / 10}, {"kl": math.nan}]} for i in range(10)]
+    assert [row["id"] for row in choose(rows, 5)] == [0, 1, 2, 9, 8]
+    assert [row["id"] for row in choose(rows[:3], 5)] == [0, 1, 2]
+    assert choose([], 5) == []
+
+
+# ---------------------------------------------------------------------- episodic runs
+
+
+def test_an_episodic_report_shows_its_plots_pictures_and_videos(
+    make_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "EMBEDDED_BYTES", 100)
+    numbers = {
+        "kl_mean_part": 0.01, "kl_cov_part": 0.001,
+        "sampling_seconds": 2.0, "critic_seconds": 1.0, "policy_seconds": 1.0, "critic_loss": 0.1,
+    }  # fmt: skip
+    path = make_run(
+        "tce",
+        [{**numbers, "env_steps": 100.0}, {**numbers, "env_steps": 200.0}],
+        [{"step": 0, "return_mean": 1.0, "jerk": 5.0}, {"step": 2, "return_mean": 2.0, "jerk": 3.0}],
+        figures={"exploration.png": b"png", "motion.mp4": b"mp4", "long.mp4": b"x" * 100, "notes.txt": b"t"},
+        kind="episodic", label="tce", settings={"env": "Hopper", "mean_bound": 0.005},
+    )  # fmt: skip
+    written = write_report([path], tmp_path / "out" / "tce.html")
+    assert written == tmp_path / "out" / "tce.html"
+    page = Page(written)
+    plots = {path.stem for path in (tmp_path / "out" / "tce-plots").iterdir()}
+    assert {
+        "eval-return_mean",
+        "kl_mean_part",
+        "kl_cov_part",
+        "eval-jerk",
+        "time-split",
+        "all-metrics-1",
+    } <= plots
+    links = page.links()
+    assert "data:image/png;base64," + base64.b64encode(b"png").decode() in links
+    assert "data:video/mp4;base64," + base64.b64encode(b"mp4").decode() in links
+    assert "Too large to stand in this page:" in page.text
+    assert "long.mp4" in page.text
+    assert "notes" not in page.text
+    assert "tce: return mean goes from 1 to 2." in page.text
+
+
+# ---------------------------------------------------------------------- what cannot be reported
+
+
+def test_a_report_that_cannot_be_made_writes_nothing(make_run: WriteRun, tmp_path: Path) -> None:
+    good = make_run("good", [{"reward": 0.5}])
+    other = make_run("other", [{"reward": 0.5}], kind="episodic", label="tce")
+    for paths in ([good, tmp_path / "nowhere"], [good, other], []):
+        with pytest.raises(CheckpointError):
+            write_report(paths, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_hardly_any_numbers_still_makes_a_page(make_run: WriteRun, tmp_path: Path) -> None:
+    path = make_run("thin", [{"reward": math.nan}], finished=False, settings={})
+    page = Page(write_report([path], tmp_path / "out"))
+    assert "Not finished: TROLL, seed 0." in page.text
+    assert page.links() == []

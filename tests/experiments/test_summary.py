@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from rich.console import Console
+
+from tether.errors import CheckpointError
+from tether.experiments import RunFolder, print_results, results_table, summarise
+from tether.experiments.statistics import bootstrap_interval
+from tether.experiments.summary import load_runs
+
+MakeRun = Callable[..., Path]
+
+STARTS, FINALS = (0.30, 0.32, 0.28), (0.60, 0.70, 0.65)
+
+
+def three_seeds(make_run: MakeRun) -> list[Path]:
+    return [
+        make_run(
+            f"troll-{seed}",
+            [
+                {"kl_mean": 0.01, "kl_max": 0.2, "projected": 0.1, "step_seconds": 1.0},
+                {"kl_mean": 0.03, "kl_max": 0.5 + seed, "projected": 0.3, "step_seconds": 9.0},
+                {"kl_mean": 0.02, "kl_max": math.nan, "projected": 0.2, "step_seconds": 2.0},
+            ],
+            [{"step": 0, "success": start, "problems": 50}, {"step": 3, "success": final, "problems": 50}],
+            seed=seed,
+        )
+        for seed, (start, final) in enumerate(zip(STARTS, FINALS, strict=True))
+    ]
+
+
+def test_a_summary_is_the_hand_computed_line(make_run: MakeRun) -> None:
+    (line,) = summarise(load_runs(three_seeds(make_run)))
+    assert (line.label, line.seeds, line.metric, line.over) == ("TROLL", (0, 1, 2), "success", "seeds")
+    assert line.start is not None
+    assert line.final is not None
+    assert line.gain is not None
+    assert line.start.value == pytest.approx(0.30)
+    assert line.final.value == pytest.approx(0.65)
+    assert line.gain.value == pytest.approx(0.35)
+    expected = bootstrap_interval(np.subtract(FINALS, STARTS))  # of each run's own gain: seeds are paired
+    assert (line.gain.low, line.gain.high) == pytest.approx((expected.low, expected.high))
+    assert line.kl_mean == pytest.approx(0.02)
+    assert line.kl_max == 2.5
+    assert line.projected == pytest.approx(0.2)
+    assert line.step_seconds == 2.0
+    assert line.run_seconds == 6.0
+    assert line.finished
+
+
+def test_a_single_seed_has_the_interval_of_its_problems(make_run: MakeRun) -> None:
+    (line,) = summarise(load_runs(three_seeds(make_run)[:1]))
+    assert line.over == "problems"
+    assert line.final is not None
+    wilson = scipy.stats.binomtest(30, 50).proportion_ci(0.95, method="wilson")
+    assert (line.final.low, line.final.high) == pytest.approx((wilson.low, wilson.high))
+    assert line.gain is not None
+    assert line.gain.low == line.gain.high  # nothing is known of it
+
+
+def test_an_infinite_kl_is_the_largest(make_run: MakeRun) -> None:
+    path = make_run("a", [{"kl_max": math.inf}, {"kl_max": math.nan}, {"kl_max": 1.0}])
+    (line,) = summarise(load_runs([path]))
+    assert line.kl_max == math.inf
+    assert line.final is None
+
+
+def test_methods_are_compared_by_what_all_of_them_measured(make_run: MakeRun) -> None:
+    both = make_run("a", [{"reward": 0.5}], [{"step": 1, "success": 0.5, "success_greedy": 0.7}])
+    greedy = make_run("b", [{"reward": 0.5}], [{"step": 1, "success_greedy": 0.6}], label="clip")
+    lines = summarise(load_runs([both, greedy]))
+    assert [(line.metric, line.final.value) for line in lines if line.final] == [
+        ("success_greedy", 0.7),
+        ("success_greedy", 0.6),
+    ]
+
+
+def test_episodic_runs_stand_at_their_environment_steps(make_run: MakeRun) -> None:
+    path = make_run(
+        "a",
+        [{"env_steps": 100.0, "entropy": 3.0}, {"env_steps": 250.0, "entropy": 2.0}],
+        [{"step": 0, "success": 0.0}, {"step": 2, "success": 1.0}],
+        kind="episodic",
+    )
+    (run,) = load_runs([path])
+    entropy, success = run.curve("entropy"), run.eval_curve("success")
+    assert entropy is not None
+    assert success is not None
+    assert entropy.x.tolist() == [100.0, 250.0]
+    assert success.x.tolist() == [0.0, 250.0]
+    assert run.curve("reward") is None
+
+
+def test_a_missing_run_an_empty_run_and_mixed_kinds_are_errors(make_run: MakeRun, tmp_path: Path) -> None:
+    llm = make_run("a", [{"reward": 0.5}])
+    episodic = make_run("b", [{"reward": 0.5}], kind="episodic", label="tce")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_runs([llm, tmp_path / "nowhere"])
+    with pytest.raises(CheckpointError, match=r"different kinds.*a is llm.*b is episodic"):
+        load_runs([llm, episodic])
+    with pytest.raises(CheckpointError, match="No runs"):
+        load_runs([])
+    RunFolder.create(tmp_path / "new", kind="llm", label="a", seed=0, settings={}).close()
+    with pytest.raises(CheckpointError, match="new is empty"):
+        load_runs([llm, tmp_path / "new"])
+
+
+def test_the_results_table_shows_each_method_with_its_interval(make_run: MakeRun) -> None:
+    paths = three_seeds(make_run)
+    clip = make_run(
+        "clip", [{"reward": 0.1}], [{"step": 0, "success": 0.3}, {"step": 1, "success": 0.25}],
+        label="clip [low]", finished=False,
+    )  # fmt: skip
+    out = io.StringIO()
+    print_results([*paths, clip], Console(file=out, width=140))
+    text = out.getvalue()
+    interval = bootstrap_interval(FINALS)
+    assert f"65.0 % ({100 * interval.low:.1f}-{100 * interval.high:.1f})" in text
+    assert "+35.0 points" in text
+    assert "clip [low] (unfinished)" in text
+    assert "25.0 %" in text
+    assert "-5.0 points" in text
+    assert "0:06" in text
+    assert results_table(summarise(load_runs(paths))).row_count == 1
