@@ -136,7 +136,7 @@ class EpisodicAgent(ABC):
                 method=region.method, entropy_bound=bound,
             )  # fmt: skip
             gain = objective(projected)
-            regression = sum(part.mean() for part in network.kl(projected.detach()))
+            regression = torch.stack([part.mean() for part in network.kl(projected.detach())]).sum()
             loss = -gain + region.regression_weight * regression
             self.policy_optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -147,7 +147,7 @@ class EpisodicAgent(ABC):
                     "kl_cov_part": report.cov_kl.mean().item(),
                     "projected": report.mean_projected.double().mean().item(),
                     "projected_cov": report.cov_projected.double().mean().item(),
-                    "regression": float(regression),
+                    "regression": regression.item(),
                     "policy_loss": loss.item(),
                 }
         metrics["entropy"] = plan.distribution.entropy().mean().item()
