@@ -36,7 +36,7 @@ def aggregate(
         max_response_length: the constant of ``seq-mean-token-sum-norm``; T if not given.
 
     Raises:
-        InvalidInputError: unknown mode, or shapes that differ.
+        InvalidInputError: unknown mode, shapes that differ, or max_response_length < 1.
 
     Source: DAPO (arXiv 2503.14476, eq. 8), Dr.GRPO (arXiv 2503.20783, section 3).
 
@@ -62,6 +62,8 @@ def aggregate(
         return kept.sum() / max(1, mask.shape[0])
     if loss_agg_mode == "seq-mean-token-sum-norm":
         length = token_loss.shape[-1] if max_response_length is None else max_response_length
+        if max_response_length is not None and max_response_length < 1:
+            raise InvalidInputError(f"max_response_length must be at least 1, got {max_response_length!r}.")
         return kept.sum() / max(1, mask.shape[0] * length)
     raise InvalidInputError(
         f"loss_agg_mode must be one of {', '.join(get_args(LossAggMode))}, got {loss_agg_mode!r}."

@@ -20,7 +20,8 @@ from tether.losses.base import (
 )
 from tether.projection import SparseLogProbs, kl_categorical, project_categorical, project_sparse
 from tether.projection.categorical import Region
-from tether.projection.sparse import Tail
+from tether.projection.solve import may_ask
+from tether.projection.sparse import EMPTY, Tail
 
 Distribution = Tensor | SparseLogProbs
 RatioLevel = Literal["token", "sequence"]
@@ -89,6 +90,7 @@ def project_tokens(
     """
     counted = response_mask > 0
     _check_distributions(log_probs, response_ids, new, old)
+    response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
     options = _Options(kl_bound, region, counted if region == "sequence" else None)
     if isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs):
         _check_sampled_kept(old, response_ids, counted)
@@ -109,7 +111,7 @@ def project_tokens(
         log_probs=torch.where(projected, rows.sampled, log_probs),
         old_log_probs=old_log_probs,
         regression=_regression(rows.new, rows.projected.detach(), projected),
-        kl=kl_categorical(rows.new.detach(), rows.old),
+        kl=rows.kl,
         step=step,
         projected=projected,
         tail_mass=tail_mass,
@@ -135,6 +137,7 @@ class _Rows:
     sampled: Tensor
     step: Tensor
     acted: Tensor
+    kl: Tensor
 
 
 def _project_sparse_rows(
@@ -145,7 +148,7 @@ def _project_sparse_rows(
     tail: Tail,
     options: _Options,
 ) -> _Rows:
-    new, old = _blank(new, counted), _blank(old, counted)
+    new, old = _blank(new, counted, tail), _blank(old.detach(), counted, tail)
     result = project_sparse(new, old, options.kl_bound, tail=tail, region=options.region, mask=options.mask)
     return _Rows(
         new=result.new.with_buckets(),
@@ -156,14 +159,16 @@ def _project_sparse_rows(
         sampled=result.log_probs.log_prob_of(response_ids),
         step=result.step,
         acted=result.projected,
+        kl=_token_kl(result.kl, result.new.with_buckets(), result.old.with_buckets(), options.region),
     )
 
 
 def _project_dense_rows(
     new: Tensor, old: Tensor, counted: Tensor, response_ids: Tensor, options: _Options
 ) -> _Rows:
-    new = torch.where(counted[..., None], new, 0.0)
-    old = torch.where(counted[..., None], old.detach(), 0.0)
+    dtype = torch.promote_types(torch.promote_types(new.dtype, old.dtype), torch.float32)
+    new = torch.where(counted[..., None], new.to(dtype), 0.0)
+    old = torch.where(counted[..., None], old.detach().to(dtype), 0.0)
     result = project_categorical(new, old, options.kl_bound, region=options.region, mask=options.mask)
     index = response_ids[..., None].long()
     return _Rows(
@@ -175,6 +180,7 @@ def _project_dense_rows(
         sampled=result.log_probs.gather(-1, index).squeeze(-1),
         step=result.step,
         acted=result.projected,
+        kl=_token_kl(result.kl, new, old, options.region),
     )
 
 
@@ -276,15 +282,32 @@ def _entropy(distribution: Distribution) -> Tensor:
     if isinstance(distribution, SparseLogProbs):
         return distribution.detach().entropy()
     log_probs = distribution.detach()
+    log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     return -torch.where(torch.isneginf(log_probs), 0.0, log_probs.exp() * log_probs).sum(-1)
 
 
-def _blank(distribution: SparseLogProbs, counted: Tensor) -> SparseLogProbs:
-    """The same, but certain of the tail in rows that do not count."""
+def _token_kl(region_kl: Tensor, new: Tensor, old: Tensor, region: Region) -> Tensor:
+    """The divergence of each token, which a sequence's projection only knows in the mean."""
+    return region_kl if region == "token" else kl_categorical(new.detach(), old)
+
+
+def _blank(distribution: SparseLogProbs, counted: Tensor, tail: Tail) -> SparseLogProbs:
+    """The same in float32 at least, but certain of one outcome in rows that do not count.
+
+    That is the tail, or id 0 where the tail is not looked at.
+    """
+    ids = distribution.ids
+    dtype = torch.promote_types(distribution.log_probs.dtype, torch.float32)
+    blank = torch.full((ids.shape[-1],), -torch.inf, dtype=dtype, device=ids.device)
+    if tail == "paper":
+        blank[0] = 0.0
+        only_first = torch.full_like(ids, EMPTY)
+        only_first[..., 0] = 0
+        ids = torch.where(counted[..., None], ids, only_first)
     return SparseLogProbs(
-        distribution.ids,
-        torch.where(counted[..., None], distribution.log_probs, -torch.inf),
-        torch.where(counted, distribution.log_tail, 0.0),
+        ids,
+        torch.where(counted[..., None], distribution.log_probs.to(dtype), blank),
+        torch.where(counted, distribution.log_tail.to(dtype), -torch.inf if tail == "paper" else 0.0),
     )
 
 
@@ -308,7 +331,7 @@ def _check_distributions(log_probs: Tensor, ids: Tensor, new: Distribution, old:
 def _check_sampled_kept(old: SparseLogProbs, response_ids: Tensor, counted: Tensor) -> None:
     """Every sampled token must be in the old support, or its ratio would silently be zero."""
     missing = counted & ~(old.ids == response_ids[..., None]).any(-1)
-    if missing.device.type != "cpu":
+    if not may_ask(missing):
         torch._assert_async(~missing.any(), "troll: a sampled token is not among the old policy's ids")
     elif bool(missing.any()):
         raise InvalidInputError(

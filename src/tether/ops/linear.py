@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
+from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, check_support_size, top_k_lowest_id
 
 # Logits held at a time, in elements: 64 MiB of float32.
@@ -132,7 +133,7 @@ def linear_log_probs(
         >>> torch.allclose(few.log_probs[:2], dense[:2].gather(-1, ids[:2]), atol=1e-5)
         True
     """
-    _check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap)
+    _check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
     head = _Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, log_sum, entropy, top_ids, top = _LinearLogProbs.apply(
@@ -158,13 +159,13 @@ class _LinearLogProbs(torch.autograd.Function):
             top_ids = ids.new_empty(top.shape)
             for block in _token_blocks(hidden.shape[0], vocabulary):
                 logits = head.logits(hidden[block], weight, bias)
-                log_sum[block] = block_sum = logits.logsumexp(-1)
+                log_sum[block], entropy[block] = _log_sum_and_entropy(logits)
+                block_sum = log_sum[block]
                 log_probs[block] = _gather(logits, ids[block]) - block_sum[:, None]
                 if top_k:
                     block_ids = top_k_lowest_id(logits, top_k)
                     top_ids[block] = block_ids.to(ids.dtype)
                     top[block] = logits.gather(-1, block_ids) - block_sum[:, None]
-                entropy[block] = block_sum - _expected_logit(logits, block_sum)
         ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_sum, entropy)
         ctx.head = head
         ctx.mark_non_differentiable(log_sum, top_ids)
@@ -189,6 +190,8 @@ class _LinearLogProbs(torch.autograd.Function):
                     logits, log_sum[block], entropy[block], _at(grad_entropy, block),
                     ((ids[block], _at(grad_log_probs, block)), (top_ids[block], _at(grad_top, block))),
                 )  # fmt: skip
+                if ctx.head.vocabulary_size is not None:  # padding is -inf whatever the weights
+                    grad[:, ctx.head.vocabulary_size :] = 0
                 grad.mul_(ctx.head.slope(logits))
                 if grad_hidden is not None:
                     grad_hidden[block] = _matmul(grad, weight)
@@ -234,9 +237,14 @@ def _gather(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.where(held, logits.gather(-1, torch.where(held, ids, 0).long()), -torch.inf)
 
 
-def _expected_logit(logits: Tensor, log_sum: Tensor) -> Tensor:
-    probs = (logits - log_sum[:, None]).exp_()
-    return torch.where(probs > 0, logits, 0.0).mul_(probs).sum(-1)
+def _log_sum_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits.logsumexp(-1) and the entropy of logits.softmax(-1), with one exponential an element."""
+    largest = logits.amax(-1, keepdim=True)
+    weights = logits.sub(largest).exp_()
+    total = weights.sum(-1)
+    # Measured from the largest logit, the terms do not cancel; 0 times -inf is 0.
+    expected = weights.mul_(logits.sub(largest)).nan_to_num_(0.0).sum(-1) / total
+    return largest.squeeze(-1) + total.log(), total.log() - expected
 
 
 def _matmul(grad: Tensor, weight: Tensor) -> Tensor:
@@ -255,7 +263,7 @@ def _rows_with_gradient(*grads: Tensor | None) -> Tensor | None:
     used = [grad for grad in grads if grad is not None and grad.numel()]
     if not used:
         return torch.zeros(0, dtype=torch.long)
-    if used[0].device.type != "cpu":
+    if not may_ask(used[0]):
         return None
     touched = torch.stack([(grad != 0).reshape(grad.shape[0], -1).any(-1) for grad in used]).any(0)
     return touched.nonzero().squeeze(-1)
@@ -285,6 +293,7 @@ def _check_arguments(
     temperature: float,
     logit_scale: float,
     softcap: float | None,
+    vocabulary_size: int | None,
 ) -> None:
     if hidden.dim() != 2 or ids.dim() != 2 or hidden.shape[0] != ids.shape[0]:
         raise InvalidInputError(
@@ -304,7 +313,12 @@ def _check_arguments(
     for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise InvalidInputError(f"{name} must be positive, got {value!r}.")
-    if ids.device.type == "cpu" and ids.numel() and weight.numel():
+    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
+        raise InvalidInputError(
+            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
+            f"got {vocabulary_size!r}."
+        )
+    if may_ask(ids) and ids.numel() and weight.numel():
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < EMPTY or highest >= weight.shape[0]:
             raise InvalidInputError(

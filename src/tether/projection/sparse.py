@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.categorical import Region, project_categorical
+from tether.projection.solve import may_ask
 
 Tail = Literal["bucket", "paper"]
 
@@ -91,9 +92,12 @@ class SparseLogProbs:
         log_probs = torch.where(held, logits.gather(-1, slots) - log_sum, -torch.inf)
         if ids.shape[-1] >= logits.shape[-1] and bool((held.sum(-1) == logits.shape[-1]).all()):
             return cls(ids, log_probs, torch.full_like(log_sum.squeeze(-1), -torch.inf))
-        taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        taken.scatter_(-1, torch.where(held, ids, slots[..., :1]).long(), True)
-        return cls(ids, log_probs, _logsumexp(logits.masked_fill(taken, -torch.inf)) - log_sum.squeeze(-1))
+        # One column more than there are ids, for the empty slots to mark.
+        vocabulary = logits.shape[-1]
+        taken = logits.new_zeros((*logits.shape[:-1], vocabulary + 1), dtype=torch.bool)
+        taken.scatter_(-1, torch.where(held, slots, vocabulary), True)
+        rest = logits.masked_fill(taken[..., :-1], -torch.inf)
+        return cls(ids, log_probs, _logsumexp(rest) - log_sum.squeeze(-1))
 
     @classmethod
     def from_log_probs(
@@ -106,6 +110,7 @@ class SparseLogProbs:
         and the new distribution alike, so that no rounding error looks like a violated bound. With
         `vocabulary_size`, rows that hold so many ids are known to leave nothing.
         """
+        log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
         log_kept = _logsumexp(log_probs)
         epsilon = torch.finfo(log_probs.dtype).eps
         # log(1 - e^x) by the form that keeps its digits (Maechler 2012).
@@ -153,8 +158,9 @@ class SparseLogProbs:
     def entropy(self) -> Tensor:
         """Entropy of the K + 1 outcomes in nats, [...]: a lower bound of the whole distribution's."""
         log_probs = self.with_buckets()
-        terms = log_probs.exp() * log_probs
-        return -torch.where(torch.isneginf(log_probs), 0.0, terms).sum(-1)
+        # 0 log 0 = 0; replaced before the product, so that the gradient does not see -inf either.
+        finite = torch.where(torch.isneginf(log_probs), 0.0, log_probs)
+        return -(log_probs.exp() * finite).sum(-1)
 
     def detach(self) -> SparseLogProbs:
         """The same values, cut from the graph."""
@@ -333,16 +339,14 @@ def _with_default(side: SparseLogProbs, ids: Tensor) -> SparseLogProbs:
     sorted_ids = torch.where(ids == EMPTY, last, ids)
     own = torch.where(side.ids == EMPTY, last, side.ids.to(ids.dtype))
     slots = torch.searchsorted(sorted_ids, own).clamp_max(ids.shape[-1] - 1)
-    log_probs = torch.full(
-        (*ids.shape[:-1], ids.shape[-1] + 1),
-        math.log(PAPER_DEFAULT_PROBABILITY),
-        dtype=side.log_probs.dtype,
-        device=ids.device,
+    own_log_probs = side.log_probs.to(torch.promote_types(side.log_probs.dtype, torch.float32))
+    log_probs = own_log_probs.new_full(
+        (*ids.shape[:-1], ids.shape[-1] + 1), math.log(PAPER_DEFAULT_PROBABILITY)
     )
     slots = torch.where(own == last, ids.shape[-1], slots)  # what is empty goes into a spare slot
-    log_probs = log_probs.scatter(-1, slots, side.log_probs)[..., :-1]
+    log_probs = log_probs.scatter(-1, slots, own_log_probs)[..., :-1]
     log_probs = log_probs.masked_fill(ids == EMPTY, -torch.inf).log_softmax(-1)
-    return SparseLogProbs(ids, log_probs, torch.full_like(side.log_tail, -torch.inf))
+    return SparseLogProbs(ids, log_probs, torch.full_like(log_probs[..., 0], -torch.inf))
 
 
 def _logsumexp(values: Tensor) -> Tensor:
@@ -354,7 +358,7 @@ def _logsumexp(values: Tensor) -> Tensor:
 
 def _refuse_nan(logits: Tensor) -> None:
     invalid = logits.isnan().any()
-    if logits.device.type != "cpu":
+    if not may_ask(logits):
         torch._assert_async(~invalid, "SparseLogProbs: logits hold NaN")
     elif bool(invalid):
         raise InvalidInputError(

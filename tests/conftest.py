@@ -1,0 +1,22 @@
+"""What every test shares: one thread, fixed seeds, hypothesis without chance."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("tether", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.load_profile("tether")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
