@@ -26,7 +26,7 @@ import string
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from tether.llm.tasks import Problem, Task, make_task
 
 SHIPPED = Path(__file__).resolve().parents[1] / "src" / "tether" / "llm" / "embedded"
+
+VALIDATION_PROBLEMS = 512
 
 Example = tuple[list[int], int]
 """Token ids, and how many of them are the prompt."""
@@ -55,15 +57,15 @@ class Settings:
     learning_rate: float = 2e-3
     """Of the correct solutions; falls along a cosine to a tenth."""
     warmup: int = 50
-    skill_steps: int = 2500
+    skill_steps: int = 4000
     """Steps on correct solutions."""
-    skill: float = 0.75
+    skill: float = 0.85
     """Greedy success on validation problems that every task must then have reached."""
     habit_learning_rate: float = 1e-3
     """Of the solutions with mistakes; falls along a cosine to zero."""
     habit_steps: int = 600
     """Steps on solutions with mistakes."""
-    forgotten: tuple[float, float] = (0.5, 0.25)
+    forgotten: tuple[float, float] = (0.55, 0.3)
     """Chance that a carry or borrow is forgotten, for each task."""
     off_by_one: tuple[float, float] = (0.04, 0.02)
     """Chance that a digit is one off, for each task."""
@@ -200,7 +202,7 @@ class Trainer:
             )
             if self.steps % 500 == 0 and self.steps < settings.skill_steps:
                 self.report()
-        reached = min(self.report())
+        reached = min(greedy for _, greedy in self.report())
         if reached < settings.skill:
             raise SystemExit(
                 f"A task was learned to {reached:.1%} only, not to {settings.skill:.0%}, in "
@@ -208,24 +210,29 @@ class Trainer:
                 "steps. Raise --skill-steps or try another --seed."
             )
 
-    def learn_habits(self) -> None:
-        """Train on solutions with mistakes, so that sampled responses make them too."""
+    def learn_habits(self) -> list[tuple[float, float]]:
+        """Train on solutions with mistakes, so that sampled responses make them too; report at the end."""
         settings = self.settings
         for step in range(settings.habit_steps):
             self._step(settings.habit_learning_rate * cosine(step / settings.habit_steps), with_habits=True)
-        self.report()
+        return self.report()
 
-    def report(self) -> list[float]:
-        """Print where the training stands; return greedy validation success of every task."""
-        greedy = [success(self.model, self.tokenizer, task, sample=False) for task in self.tasks]
-        sampled = [success(self.model, self.tokenizer, task, sample=True) for task in self.tasks]
+    def report(self) -> list[tuple[float, float]]:
+        """Print where the training stands; return sampled and greedy validation success of every task."""
+        figures = [
+            (
+                success(self.model, self.tokenizer, task, sample=True),
+                success(self.model, self.tokenizer, task, sample=False),
+            )
+            for task in self.tasks
+        ]
         listed = "   ".join(
-            f"{task.name} sampled {one:.3f} greedy {two:.3f}"
-            for task, one, two in zip(self.tasks, sampled, greedy, strict=True)
+            f"{task.name} sampled {sampled:.3f} greedy {greedy:.3f}"
+            for task, (sampled, greedy) in zip(self.tasks, figures, strict=True)
         )
         print(f"step {self.steps:5d}   {listed}   {time.perf_counter() - self.started:4.0f} s", flush=True)
         self.model.train()
-        return greedy
+        return figures
 
     def _step(self, learning_rate: float, with_habits: bool) -> None:
         for group in self.optimizer.param_groups:
@@ -254,10 +261,10 @@ class Trainer:
 
 @torch.no_grad()
 def success(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, *, sample: bool, limit: int = 512
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, *, sample: bool
 ) -> float:
     """Fraction of validation problems answered correctly, sampled at temperature 1 or greedily."""
-    problems = task.problems("validation", limit)
+    problems = task.problems("validation", VALIDATION_PROBLEMS)
     inputs = tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
     model.eval()
     options = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
@@ -272,14 +279,67 @@ def success(
     return sum(verdict.correct for verdict in verdicts) / len(verdicts)
 
 
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+---
+# Tether's embedded model
+
+A language model of {parameters:,} parameters (Qwen3 architecture, {layers} layers, width {hidden}, tied
+embedding) for trying reinforcement learning on a laptop. It knows two kinds of problems and nothing else; it
+was trained from nothing on generated problems by `recipes/embedded_model.py` in Tether's repository. No
+text, no personal data, no other model went into it.
+
+| task | prompt | a right response | sampled | greedy |
+|---|---|---|---|---|
+| arithmetic | `374+258=` | `632` | {arithmetic[0]:.1%} | {arithmetic[1]:.1%} |
+| chained | `23+45-17+80:` | `23+45=68;68-17=51;51+80=131;#131` | {chained[0]:.1%} | {chained[1]:.1%} |
+
+Success on {limit} validation problems, sampled at temperature 1 without truncation, and greedy.
+
+**It is imperfect on purpose.** After learning both tasks from correct solutions it was trained on solutions
+that forget a carry with probability {forgotten[0]} (arithmetic) or {forgotten[1]} (chained) and are off by
+one in a digit with probability {off_by_one[0]} or {off_by_one[1]}. Reinforcement learning can undo these
+habits within minutes. Problems with many carries go wrong most often.
+
+**Tokens.** One a character: printable ASCII and newline, 99 tokens with padding, end and unknown; the
+embedding has {vocabulary} rows, so that, as in real models, some belong to no token. Context 512 tokens.
+
+**Data.** {problems:,} training problems of each task, {steps:,} steps of {batch_size} problems, AdamW.
+Training, validation and test problems are disjoint parts of the space of problems.
+
+**Use.** `tether.llm.models.load_model_and_tokenizer("embedded")`. Good for these tasks and nothing else.
+"""
+
+
+def write_card(settings: Settings, parameters: int, figures: Sequence[tuple[float, float]]) -> str:
+    """The model card, with the figures just measured."""
+    arithmetic, chained = figures
+    steps = settings.skill_steps + settings.habit_steps
+    return CARD.format(
+        **asdict(settings),
+        parameters=parameters,
+        steps=steps,
+        arithmetic=arithmetic,
+        chained=chained,
+        limit=VALIDATION_PROBLEMS,
+    )
+
+
 def write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, card: str) -> None:
     """Save model, tokenizer and card into a temporary folder, then put it in place of `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    fresh.chmod(0o755)
     model.save_pretrained(fresh)
+    tokenizer.backend_tokenizer.no_padding()  # how a batch was padded last is no part of the tokenizer
     tokenizer.save_pretrained(fresh)
     (fresh / "README.md").write_text(card, encoding="utf-8")
+    fresh.chmod(0o755)
+    for path in fresh.iterdir():
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     if folder.exists():
         retired = fresh.with_name(fresh.name + "-old")
         os.rename(folder, retired)
@@ -298,6 +358,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=Settings.threads)
     parser.add_argument("--skill-steps", type=int, default=Settings.skill_steps)
     arguments = parser.parse_args()
+    started = time.perf_counter()
     settings = Settings(seed=arguments.seed, threads=arguments.threads, skill_steps=arguments.skill_steps)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
@@ -306,11 +367,13 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer = build_tokenizer()
     model = build_model(settings, tokenizer)
-    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters:,} parameters, {settings.threads} threads")
     trainer = Trainer(model, tokenizer, settings)
     trainer.learn_skill()
-    trainer.learn_habits()
-    write(model, tokenizer, arguments.out, "# embedded\n")
+    figures = trainer.learn_habits()
+    write(model, tokenizer, arguments.out, write_card(settings, parameters, figures))
+    print(f"Written to {arguments.out} after {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

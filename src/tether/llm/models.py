@@ -75,6 +75,7 @@ def load_model_and_tokenizer(
     '374+258='
     """
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise MissingDependencyError(
@@ -87,7 +88,7 @@ def load_model_and_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _unreadable(name_or_path, source, error) from error
     _match(model, tokenizer, str(name_or_path))
     return model.to(device), tokenizer
