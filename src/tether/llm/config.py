@@ -55,13 +55,13 @@ class TrainConfig:
     """Optimizer steps in all."""
     updates_per_rollout: int = 8
     """Optimizer steps on each batch of responses; more of them make the data staler."""
-    prompts_per_rollout: int = 32
+    prompts_per_rollout: int = 64
     """Problems in a batch."""
     responses_per_prompt: int = 8
     """Responses to each problem; their mean reward is the baseline."""
     micro_batch_size: int | None = None
     """Responses in memory at a time; by default those of a whole update."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises."""
