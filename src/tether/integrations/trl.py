@@ -122,6 +122,7 @@ class OldPolicyTrainer(GRPOTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_sparse_head(base, self.temperature, maybe_gather_lm_head_ctx)
         self._warn_without_old_policy()
+        self._warn_of_dropout()
 
     def _warn_without_old_policy(self) -> None:
         per_rollout: int = self.args.steps_per_generation * self.num_iterations
@@ -135,6 +136,17 @@ class OldPolicyTrainer(GRPOTrainer):
                 "region, TROLL or clip, can act. Set steps_per_generation to a multiple of "
                 f"gradient_accumulation_steps, such as {8 * self.args.gradient_accumulation_steps}, or "
                 "num_iterations to more than 1.",
+                TetherWarning,
+                stacklevel=3,
+            )
+
+    def _warn_of_dropout(self) -> None:
+        active = [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+        if active:
+            warnings.warn(
+                f"{len(active)} dropout layers are active ({active[0]}, ...). Each pass then draws another "
+                "policy, so that old and new differ by noise, which the trust region would project away. "
+                "Set disable_dropout=True, or lora_dropout=0.",
                 TetherWarning,
                 stacklevel=3,
             )
