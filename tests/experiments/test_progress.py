@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tether.errors import InvalidInputError
 from tether.experiments import TrainingProgress
+from tether.experiments.progress import SeveralRuns
 
 
 class FakeClock:
@@ -91,3 +94,15 @@ def test_a_terminal_gets_a_bar_with_the_latest_of_each_number() -> None:
 def test_a_run_without_steps_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="total=0"):
         TrainingProgress(0, "troll")
+
+
+def test_several_runs_are_followed_by_their_folders(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    clock = FakeClock()
+    out = io.StringIO()
+    first = make_run("a", [{"kl_mean": 0.5}, {"kl_mean": 0.25}], [{"step": 1, "success": 0.75}])
+    runs = {"TROLL, seed 0": (first, 2), "clip, seed 0": (tmp_path / "later", 4)}
+    with SeveralRuns(runs, console=Console(file=out, width=60), clock=clock) as display:
+        clock.now += 3.0
+        display.look()
+        display.look()
+    assert out.getvalue() == "TROLL, seed 0  2/2  0:03 elapsed  success 75.0%  KL 0.25\n"

@@ -13,7 +13,7 @@ from tether.errors import CheckpointError
 from tether.experiments import write_report
 from tether.experiments.report import page as page_module
 from tether.experiments.report.page import compare_settings, mixed_labels
-from tether.experiments.report.panels import bounds
+from tether.experiments.report.panels import LLM_PANELS, _panel, bounds
 from tether.experiments.report.responses import choose, samples
 from tether.experiments.statistics import bootstrap_interval
 from tether.experiments.summary import load_runs
@@ -230,6 +230,27 @@ def test_only_runs_with_the_trust_region_draw_its_bound(make_run: WriteRun) -> N
     ]
     assert bounds(load_runs(paths), "kl_bound") == {"bound 0.05": 0.05, "bound 0.2": 0.2}
     assert bounds(load_runs(paths[1:3]), "kl_bound") == {}
+    nested = make_run("e", [{"reward": 0.5}], settings={"trust_region": {"mean_bound": 0.1}}, label="tce")
+    assert bounds(load_runs([nested]), "mean_bound") == {"bound 0.1": 0.1}
+
+
+def test_cycles_of_updates_become_one_point_each(make_run: WriteRun) -> None:
+    # Four updates a batch; the reward comes once a batch, the KL with each update.
+    steps: list[dict[str, float]] = [
+        {"kl_max": 0.1 * (i % 4 + 1), "kl_mean": 0.01 * (i % 4)} for i in range(40)
+    ]
+    for i in range(0, 40, 4):
+        steps[i]["reward"] = float(i)
+    runs = load_runs([make_run("a", steps, settings={"updates_per_rollout": 4})])
+    specs = {spec.metric: spec for spec in LLM_PANELS}
+    panels = {name: _panel(runs, specs[name]) for name in ("kl_max", "kl_mean", "reward")}
+    shown = {name: panel.curves["TROLL"][0] for name, panel in panels.items() if panel is not None}
+    assert shown["kl_max"].x.tolist() == list(range(4, 41, 4))
+    assert shown["kl_max"].y.tolist() == pytest.approx([0.4] * 10)
+    assert shown["kl_mean"].y.tolist() == pytest.approx([0.015] * 10)
+    assert shown["reward"].x.tolist() == list(range(1, 41, 4))
+    assert panels["kl_max"] is not None
+    assert panels["kl_max"].x_label == "optimiser step (maxima of 4)"
 
 
 # ---------------------------------------------------------------------- responses

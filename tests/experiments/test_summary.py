@@ -82,6 +82,25 @@ def test_methods_are_compared_by_what_all_of_them_measured(make_run: MakeRun) ->
     ]
 
 
+def test_evaluations_come_before_what_training_measures(make_run: MakeRun) -> None:
+    path = make_run("a", [{"success": 0.1}], [{"step": 1, "success_greedy": 0.6, "height": 1.7}])
+    assert [line.metric for line in summarise(load_runs([path]))] == ["success_greedy"]
+    training = make_run("b", [{"success": 0.1}], label="clip")
+    assert [line.metric for line in summarise(load_runs([path, training]))] == ["success", "success"]
+
+
+def test_runs_may_name_what_they_are_compared_by(make_run: MakeRun) -> None:
+    evals = [{"step": 0, "success": 0.0, "height": 1.5}, {"step": 1, "success": 0.0, "height": 1.75}]
+    path = make_run("a", [{"reward": 0.1}], evals, settings={"headline": "height"})
+    (line,) = summarise(load_runs([path]))
+    assert line.metric == "height"
+    assert line.gain is not None
+    assert line.gain.value == pytest.approx(0.25)
+    assert not line.is_fraction
+    other = make_run("b", [{"reward": 0.1}], evals, label="b")
+    assert {line.metric for line in summarise(load_runs([path, other]))} == {"success"}
+
+
 def test_episodic_runs_stand_at_their_environment_steps(make_run: MakeRun) -> None:
     path = make_run(
         "a",
@@ -119,12 +138,15 @@ def test_the_results_table_shows_each_method_with_its_interval(make_run: MakeRun
         label="clip [low]", finished=False,
     )  # fmt: skip
     out = io.StringIO()
-    print_results([*paths, clip], Console(file=out, width=140))
+    print_results([*paths, clip], Console(file=out, width=80))
     text = out.getvalue()
     interval = bootstrap_interval(FINALS)
-    assert f"65.0 % ({100 * interval.low:.1f}-{100 * interval.high:.1f})" in text
+    assert "65.0 %" in text
+    assert f"({100 * interval.low:.1f}-{100 * interval.high:.1f})" in text
     assert "+35.0 points" in text
-    assert "clip [low] (unfinished)" in text
+    assert "TROLL" in text
+    assert "clip [low]" in text
+    assert "(unfinished)" in text
     assert "25.0 %" in text
     assert "-5.0 points" in text
     assert "0:06" in text

@@ -340,7 +340,8 @@ def _scale(axes: Axes, panel: Panel) -> None:
     if panel.percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         low, high = axes.get_ylim()
-        axes.set_ylim(max(low, -0.02), min(high, 1.02))
+        edge = 0.02 * (high - low)  # room for a line that lies on 0 or 1
+        axes.set_ylim(max(low, -edge), min(high, 1.0 + edge))
     if panel.from_zero:
         axes.set_ylim(bottom=0.0)
     if panel.log:

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HEADLINES = ("success", "success_greedy", "return_mean", "reward")
-"""What methods are compared by: the first of these that every run has evaluated."""
+HEADLINES = ("success", "success_greedy", "return_mean", "return_greedy", "reward")
+"""What methods are compared by: the first of these that every run has evaluated, else measured in training.
+
+A run whose settings name another metric as their ``headline`` is compared by that.
+"""
 
 
 @dataclass(frozen=True)
@@ -175,8 +178,13 @@ def by_label(runs: Iterable[RunData]) -> dict[str, list[RunData]]:
 
 def headline_metric(runs: Sequence[RunData]) -> str | None:
     """What the runs are compared by; None where they share none of `HEADLINES`."""
-    for name in HEADLINES:
-        if all(_headline_curve(run, name) is not None for run in runs):
+    wanted = {run.config.settings.get("headline") for run in runs}
+    own = tuple(name for name in wanted if isinstance(name, str)) if len(wanted) == 1 else ()
+    for name in (*own, *HEADLINES):
+        if all(run.eval_curve(name) is not None for run in runs):
+            return name
+    for name in (*own, *HEADLINES):
+        if all(run.curve(name) is not None for run in runs):
             return name
     return None
 
@@ -198,20 +206,21 @@ def results_table(summaries: Sequence[MethodSummary]) -> Table:
         from rich.text import Text
     except ImportError as error:
         raise MissingDependencyError("The results table needs rich: pip install 'tether-rl[cli]'.") from error
-    name = summaries[0].metric.replace("_", " ") if summaries else "success"
+    name = summaries[0].metric.replace("_", " ").capitalize() if summaries else "Success"
     over = " and ".join(sorted({summary.over for summary in summaries} - {"nothing"}))
     caption = f"intervals: 95 % over {over}" if over else "no intervals: one run, unknown number of problems"
-    table = Table(title="Held-out " + name, caption=caption, title_justify="left", caption_justify="left")
-    table.add_column("method", style="bold")
-    for heading in ("seeds", "start", "final", "gain", "time a run"):
+    table = Table(title=name, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("method", style="bold", min_width=10)
+    for heading in ("seeds", "start", "final", "gain", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(
             Text(summary.label + ("" if summary.finished else " (unfinished)")),
             str(len(summary.seeds)),
-            format_interval(summary.start, summary.is_fraction),
-            format_interval(summary.final, summary.is_fraction),
-            format_gain(summary.gain, summary.is_fraction),
+            # The interval below its value: the table then fits a terminal of 80 columns.
+            format_interval(summary.start, summary.is_fraction).replace(" (", "\n("),
+            format_interval(summary.final, summary.is_fraction).replace(" (", "\n("),
+            format_gain(summary.gain, summary.is_fraction).replace(" (", "\n("),
             format_duration(summary.run_seconds),
         )
     return table

@@ -249,7 +249,8 @@ def _versions(runs: Sequence[RunData]) -> dict[str, str]:
 def _title(runs: Sequence[RunData]) -> str:
     labels = list(by_label(runs))
     named = " against ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods"
-    subject = runs[0].config.settings.get("task") or runs[0].config.settings.get("env")
+    settings = runs[0].config.settings
+    subject = settings.get("task") or settings.get("env") or settings.get("env_id")
     return f"{named} on {subject}" if subject else named
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
+from tether.experiments.run_config import flatten_settings
 from tether.experiments.statistics import Curve, Statistic, block_curve
-from tether.experiments.summary import RunData, by_label
+from tether.experiments.summary import RunData, by_label, headline_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +58,7 @@ LLM_PANELS = (
     ),
     Spec(
         "success_greedy", "Greedy success on held-out problems", "most likely responses that are right",
-        "The same with the most likely token at each place instead of a sampled one.",
+        "Share of held-out problems that are right with the most likely token at each place.",
         source=_EVALUATION, percent=True,
     ),
     Spec("reward", "Training reward", "mean reward", "Mean reward of the responses trained on."),
@@ -72,7 +73,7 @@ LLM_PANELS = (
     ),
     Spec(
         "kl_max", "Largest KL before projection", "KL (nats)",
-        "The same on the token that moved most. Tokens above the dashed bound are projected back to it.",
+        "The distance on the token that moved most. Tokens above the dashed bound are projected back to it.",
         log=True, bound="kl_bound", maximum=True,
     ),
     Spec(
@@ -89,12 +90,16 @@ EPISODIC_PANELS = (
     ),
     Spec(
         "success_greedy", "Success of the mean motion", "episodes that succeed",
-        "The same when the mean of the policy is executed without exploration.",
+        "Share of evaluation episodes that reach the goal with the mean motion, without exploration.",
         source=_EVALUATION, percent=True,
     ),
     Spec(
         "return_mean", "Return in evaluation", "return of an episode",
         "Mean sum of rewards over evaluation episodes.", source=_EVALUATION,
+    ),
+    Spec(
+        "return_greedy", "Return of the mean motion", "return of an episode",
+        "Mean sum of rewards when the mean motion is executed, without exploration.", source=_EVALUATION,
     ),
     Spec("success", "Success while training", "episodes that succeed",
          "Share of training episodes, exploration included, that reach the goal.", percent=True),
@@ -125,24 +130,21 @@ _PANELS_A_PICTURE = 12
 
 def pictures(runs: Sequence[RunData]) -> list[Picture]:
     """The plots of the kind of run, those that have numbers."""
-    kind = runs[0].config.kind
-    specs = EPISODIC_PANELS if kind == "episodic" else LLM_PANELS
     made = []
-    for spec in specs:
+    for spec in _specs(runs):
         panel = _panel(runs, spec)
         if panel is not None:
             name = f"{'eval-' if spec.source == _EVALUATION else ''}{spec.metric}"
             made.append(_picture(name, spec.title, spec.caption, _of_panel(panel)))
-    if kind == "episodic":
+    if runs[0].config.kind == "episodic":
         made += _time_split(runs)
     return made
 
 
 def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
     """Small plots of every number that `pictures` does not show."""
-    kind = runs[0].config.kind
-    shown = {(spec.source, spec.metric) for spec in (EPISODIC_PANELS if kind == "episodic" else LLM_PANELS)}
-    if kind == "episodic":
+    shown = {(spec.source, spec.metric) for spec in _specs(runs)}
+    if runs[0].config.kind == "episodic":
         shown |= {(_TRAINING, name) for name in _TIME_PARTS}
     named = {(_TRAINING, name) for run in runs for name in run.names} | {
         (_EVALUATION, name) for run in runs for name in run.eval_names
@@ -167,13 +169,26 @@ def bounds(runs: Sequence[RunData], setting: str) -> dict[str, float]:
     """The finite bounds to draw, by what to call them; runs without a trust region's bound give none."""
     values = set()
     for run in runs:
-        settings = run.config.settings
-        value = settings.get(setting)
+        settings = flatten_settings(run.config.settings)  # "mean_bound" or "trust_region.mean_bound"
+        value = next((settings[name] for name in settings if name.split(".")[-1] == setting), None)
         # A run with the clip carries the bound as an unused setting.
         acts = settings.get("trust_region", "troll") == "troll"
         if acts and isinstance(value, int | float) and math.isfinite(value) and value > 0:
             values.add(float(value))
     return {f"bound {value:g}": value for value in sorted(values)}
+
+
+def _specs(runs: Sequence[RunData]) -> tuple[Spec, ...]:
+    """The panels of the kind of run, before them the runs' own headline if it is another number."""
+    specs = EPISODIC_PANELS if runs[0].config.kind == "episodic" else LLM_PANELS
+    headline = headline_metric(runs)
+    if headline is None or any(spec.metric == headline for spec in specs):
+        return specs
+    evaluated = any(headline in run.eval_names for run in runs)
+    name = headline.replace("_", " ")
+    text = "What these runs are compared by."
+    own = Spec(headline, name.capitalize(), name, text, source=_EVALUATION if evaluated else _TRAINING)
+    return (own, *specs)
 
 
 def _panel(runs: Sequence[RunData], spec: Spec) -> Panel | None:
@@ -210,6 +225,8 @@ def _block_size(runs: Sequence[RunData], curves: Mapping[str, Sequence[Curve]]) 
     longest = max(len(curve.x) for group in curves.values() for curve in group)
     cycles = [run.config.settings.get("updates_per_rollout") for run in runs]
     cycle = max((value for value in cycles if isinstance(value, int) and value >= 1), default=1)
+    if longest < 0.75 * max(run.steps for run in runs):  # measured once a batch, as the reward is
+        cycle = 1
     size = cycle * max(1, longest // (100 * cycle))
     return size if 4 * size <= longest else 1
 
