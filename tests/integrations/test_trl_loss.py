@@ -340,3 +340,59 @@ def test_papers_tail_takes_the_ratio_of_renormalised_supports(make_trainer: Call
             weights = {i: side[i].exp().item() if i in mine else 1e-12 for i in union}
             expected = torch.tensor(weights[sampled] / sum(weights.values())).log().item()
             assert actual[row, position].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("steps_per_generation", "accumulation"), [(4, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("loss_type", AGGREGATION)
+def test_the_regression_is_aggregated_as_trl_aggregates_its_own_loss(
+    make_trainer: Callable[..., Any],
+    loss_type: str,
+    steps_per_generation: int,
+    accumulation: int,
+    training: bool,
+) -> None:
+    """On-policy every ratio is 1, so TRL's loss of advantages [B, T] is minus their aggregate."""
+    trainer = make_trainer(
+        TROLLTrainer,
+        TROLLConfig,
+        loss_type=loss_type,
+        steps_per_generation=steps_per_generation,
+        num_iterations=2,
+        gradient_accumulation_steps=accumulation,
+        max_completion_length=11,
+    )
+    inputs = _rollouts(trainer)
+    trainer.current_gradient_accumulation_steps = accumulation
+    trainer.model.train(training)
+    values = torch.rand(inputs["completion_ids"].shape)
+    on_policy = {k: v for k, v in inputs.items() if not k.startswith("old_")}
+    expected = -trainer._compute_loss(trainer.model, {**on_policy, "advantages": values})
+    assert trainer._aggregate(values, inputs).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_scoring_in_chunks_keeps_each_row_with_its_support(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(TROLLTrainer, TROLLConfig)
+    inputs = _rollouts(trainer)
+    _move(trainer.model)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    divergences = []
+    for rows_at_once in (8, 3):
+        trainer._loss_inputs = dict(inputs)
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, inputs["completion_ids"].shape[1], batch_size=rows_at_once
+        )
+        divergences.append(trainer._tokens.kl)
+    torch.testing.assert_close(divergences[0], divergences[1], atol=1e-5, rtol=1e-4)
+    assert divergences[0].max() > 0.05
+
+
+def test_papers_tail_leaves_the_buffered_batch_as_it_was(make_trainer: Callable[..., Any]) -> None:
+    """Its old log-probabilities are renormalised for one loss; the batch serves other updates too."""
+    trainer = make_trainer(TROLLTrainer, TROLLConfig, troll_tail="paper", troll_top_k=4)
+    inputs = _rollouts(trainer)
+    before = {key: value.clone() for key, value in inputs.items()}
+    trainer._compute_loss(trainer.model, inputs)
+    assert inputs.keys() == before.keys()
+    assert all(torch.equal(inputs[key], before[key]) for key in before)
