@@ -175,6 +175,8 @@ def _implicit_gradient(
     """
     # A projected probability of zero is constant: whatever arrives for it goes nowhere.
     pulled = _where(free, upstream, 0.0)
+    # No variance: all mass on one outcome, and no direction that would change the divergence.
+    constrained = constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
     along = torch.where(constrained, (pulled * centred).sum((-1, -2)) / variance, 0.0)
     drop = torch.addcmul(pulled.sum(-1, keepdim=True), along[:, None, None], centred).mul_(probs)
     inner = torch.sub(pulled, drop, out=drop).mul_(step[:, None, None])

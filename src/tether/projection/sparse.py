@@ -86,6 +86,7 @@ class SparseLogProbs:
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         _refuse_nan(logits)
+        logits = logits - logits.detach().amax(-1, keepdim=True)  # else huge ones swallow the log of the sum
         log_sum = logits.logsumexp(-1, keepdim=True)
         held = ids != EMPTY
         slots = torch.where(held, ids, 0).long()

@@ -1,0 +1,369 @@
+"""The LM-head operation against the naive line it equals, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.ops import LinearLogProbs, linear, linear_log_probs
+
+INF = math.inf
+N, D, V = 13, 6, 37
+
+# name: keywords of one setting of the head
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scale": {"logit_scale": 0.25, "temperature": 1.3},
+    "softcap": {"softcap": 2.0, "temperature": 0.6, "logit_scale": 1.5},
+    "padding": {"vocabulary_size": 31},
+    "everything": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5, "vocabulary_size": 29},
+}
+
+
+def _naive(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    top_k: int | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocabulary_size: int | None = None,
+) -> LinearLogProbs:
+    """The documented lines of torch, with the whole [N, V]."""
+    logits = logit_scale * (hidden @ weight.T + (0 if bias is None else bias))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    if vocabulary_size is not None:
+        padding = torch.arange(weight.shape[0]) >= vocabulary_size
+        logits = logits.masked_fill(padding, -INF)
+    log_probs = logits.log_softmax(-1)
+    finite = torch.where(torch.isneginf(log_probs), 0.0, log_probs)
+    entropy = -(log_probs.exp() * finite).sum(-1)
+    gathered = torch.where(ids == -1, -INF, log_probs.gather(-1, ids.clamp_min(0)))
+    top_ids = log_probs.detach().sort(descending=True, stable=True).indices[:, : top_k or 0]
+    return LinearLogProbs(gathered, logits.logsumexp(-1), entropy, top_ids, log_probs.gather(-1, top_ids))
+
+
+def _inputs(
+    dtype: torch.dtype = torch.float64, *, largest_id: int = V
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(N, D, dtype=torch.float64, generator=generator)
+    weight = torch.randn(V, D, dtype=torch.float64, generator=generator)
+    bias = torch.randn(V, dtype=torch.float64, generator=generator)
+    ids = torch.stack([torch.randperm(largest_id, generator=generator)[:4] for _ in range(N)])
+    ids[2, 1] = ids[5, 0] = ids[5, 3] = -1
+    ids[7] = -1
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids
+
+
+def _upstreams(result: LinearLogProbs, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = (result.log_probs.shape, result.entropy.shape, result.top_log_probs.shape)  # type: ignore[union-attr]
+    first, second, third = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    first[3] = second[3] = third[3] = 0  # a row without gradient
+    return torch.where(ids == -1, 0.0, first), second, third
+
+
+def _loss(result: LinearLogProbs, ids: Tensor) -> Tensor:
+    """Uses every differentiable output, so that every path of the backward is in the gradient."""
+    first, second, third = _upstreams(result, ids)
+    dtype = result.log_probs.dtype
+    finite = torch.where(ids == -1, 0.0, result.log_probs)
+    assert result.top_log_probs is not None
+    return (
+        (first.to(dtype) * finite).sum()
+        + (second.to(dtype) * result.entropy).sum()
+        + (third.to(dtype) * result.top_log_probs).sum()
+    )
+
+
+@pytest.fixture(params=[None, 1, 100], ids=["one block", "a block a token", "a few tokens a block"])
+def _workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("_workspace")
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_equal_the_naive_line(setting: str, with_bias: bool) -> None:
+    options = SETTINGS[setting]
+    hidden, weight, bias, ids = _inputs(largest_id=options.get("vocabulary_size", V))
+    outcomes = []
+    for function in (_naive, linear_log_probs):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        result = function(
+            leaves[0], leaves[1], ids, bias=leaves[2] if with_bias else None, top_k=5, **options
+        )
+        gradients = torch.autograd.grad(_loss(result, ids), leaves[: 3 if with_bias else 2])
+        outcomes.append((result, gradients))
+    (expected, expected_gradients), (result, gradients) = outcomes
+    held = ids != -1
+    torch.testing.assert_close(result.log_probs[held], expected.log_probs[held], rtol=1e-10, atol=1e-10)
+    assert bool(torch.isneginf(result.log_probs[~held]).all())
+    torch.testing.assert_close(result.log_sum_exp, expected.log_sum_exp, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(result.entropy, expected.entropy, rtol=1e-10, atol=1e-10)
+    assert torch.equal(result.top_ids, expected.top_ids)  # type: ignore[arg-type]
+    torch.testing.assert_close(result.top_log_probs, expected.top_log_probs, rtol=1e-10, atol=1e-10)
+    for got, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("output", ["log_probs", "top_log_probs", "entropy"])
+def test_each_output_alone_has_the_gradient_of_finite_differences(output: str) -> None:
+    hidden, weight, bias, ids = _inputs()
+    hidden, ids = hidden[:3], ids[:3].clamp_min(0)
+
+    def function(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        result = linear_log_probs(h, w, ids, bias=b, top_k=3, temperature=0.8, softcap=4.0)
+        return getattr(result, output)
+
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(function, leaves, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("setting", ["plain", "everything"])
+def test_half_precision_is_within_twice_the_rounding_of_the_reference(
+    dtype: torch.dtype, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 on the same rounded inputs; the reference is the naive line in float32."""
+    monkeypatch.setattr(linear, "_VOCABULARY_BLOCK", 16)  # the head is widened in several pieces
+    options = SETTINGS[setting]
+    hidden, weight, bias, ids = _inputs(dtype, largest_id=options.get("vocabulary_size", V))
+    results, gradients = [], []
+    for function, precision in (
+        (_naive, torch.float64),
+        (_naive, torch.float32),
+        (linear_log_probs, dtype),
+    ):
+        leaves = [x.to(precision, copy=True).requires_grad_() for x in (hidden, weight, bias)]
+        result = function(leaves[0], leaves[1], ids, bias=leaves[2], top_k=5, **options)  # type: ignore[operator]
+        results.append(torch.where(ids == -1, 0.0, result.log_probs).double())
+        gradients.append([g.double() for g in torch.autograd.grad(_loss(result, ids), leaves)])
+        if function is linear_log_probs:
+            assert result.log_probs.dtype == result.entropy.dtype == torch.float32
+            assert all(leaf.grad is None for leaf in leaves)
+    exact, reference, ours = results
+    slack = 4 * torch.finfo(torch.float32).eps
+    assert (ours - exact).abs().max() <= 2 * (reference - exact).abs().max() + slack
+    for exact_g, reference_g, our_g in zip(*gradients, strict=True):
+        # Gradients come back in the parameters' own precision, so the reference's are rounded to it too.
+        rounded = reference_g.to(dtype).double()
+        assert (our_g - exact_g).norm() <= 2 * (rounded - exact_g).norm()
+
+
+def test_float32_gradients_are_within_twice_the_rounding_of_the_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 48, generator=generator)
+    weight = torch.randn(900, 48, generator=generator) * 0.3
+    ids = torch.randint(900, (64, 8), generator=generator)
+    gradients = []
+    for function, precision in (
+        (_naive, torch.float64),
+        (_naive, torch.float32),
+        (linear_log_probs, torch.float32),
+    ):
+        leaves = [x.to(precision).requires_grad_() for x in (hidden, weight)]
+        result = function(*leaves, ids, top_k=16)  # type: ignore[operator]
+        gradients.append([g.double() for g in torch.autograd.grad(_loss(result, ids), leaves)])
+    for exact, reference, ours in zip(*gradients, strict=True):
+        assert (ours - exact).norm() <= 2 * (reference - exact).norm()
+
+
+def test_the_entropy_of_a_certain_token_keeps_its_digits() -> None:
+    """Logits near 1000 whose entropy is about 1e-3: log-sum-exp minus mean logit would cancel."""
+    hidden = torch.tensor([[1.0, 1.0]])
+    weight = torch.tensor([[1000.0, 9.0], [1000.0, 0.0], [990.0, 3.0]])
+    logits = (hidden.double() @ weight.double().T)[0]
+    probs = logits.softmax(-1)
+    expected = -(probs * logits.log_softmax(-1)).sum().item()
+    result = linear_log_probs(hidden, weight, torch.tensor([[0]]))
+    assert result.entropy.item() == pytest.approx(expected, rel=1e-4)
+    assert 1e-4 < expected < 2e-3
+
+
+def test_tied_bfloat16_logits_are_ranked_by_lowest_id() -> None:
+    hidden = torch.ones(2, 1)
+    weight = torch.tensor([[1.0], [3.0], [3.0], [2.0], [3.0], [2.0]])
+    result = linear_log_probs(hidden, weight, torch.zeros(2, 1).long(), top_k=5)
+    assert result.top_ids is not None
+    assert result.top_ids.tolist() == [[1, 2, 4, 3, 5]] * 2
+
+
+def test_top_k_never_exceeds_the_vocabulary_that_can_be_sampled() -> None:
+    hidden, weight, _, ids = _inputs(largest_id=5)
+    result = linear_log_probs(hidden, weight, ids, top_k=50, vocabulary_size=5)
+    assert result.top_ids is not None
+    assert result.top_ids.shape == (N, 5)
+    assert sorted(result.top_ids[0].tolist()) == [0, 1, 2, 3, 4]
+    assert linear_log_probs(hidden, weight, ids).top_ids is None
+
+
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
+    hidden, weight, bias, ids = _inputs()
+    gradients = []
+    for frozen in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        head = weight.clone().requires_grad_(not frozen)
+        result = linear_log_probs(leaf, head, ids, bias=bias, top_k=4)
+        _loss(result, ids).backward()
+        gradients.append(leaf.grad)
+        assert (head.grad is None) == frozen
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_frozen_hidden_states_let_the_head_learn_alone() -> None:
+    hidden, weight, _, ids = _inputs()
+    head = weight.clone().requires_grad_()
+    _loss(linear_log_probs(hidden, head, ids, top_k=2), ids).backward()
+    naive_head = weight.clone().requires_grad_()
+    _loss(_naive(hidden, naive_head, ids, top_k=2), ids).backward()
+    torch.testing.assert_close(head.grad, naive_head.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_padded_rows_of_the_head_never_receive_gradient() -> None:
+    hidden, weight, bias, ids = _inputs(largest_id=30)
+    ids[0, 0] = 35  # padding: impossible, whatever the weights
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    result = linear_log_probs(leaves[0], leaves[1], ids, bias=leaves[2], vocabulary_size=30)
+    assert result.log_probs[0, 0].item() == -INF
+    result.log_probs.backward(torch.where(ids == -1, 0.0, torch.ones_like(result.log_probs)))
+    assert bool((weight.grad[30:] == 0).all())  # type: ignore[index]
+    assert bool((bias.grad[30:] == 0).all())  # type: ignore[index]
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    hidden, weight, bias, ids = _inputs(torch.float32)
+    plain = linear_log_probs(hidden, weight, ids, bias=bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = linear_log_probs(hidden, weight, ids, bias=bias)
+    assert torch.equal(plain.log_probs, under.log_probs)
+    assert torch.equal(plain.entropy, under.entropy)
+
+
+def test_nothing_of_the_size_of_the_logits_is_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a workspace of 300 elements, no temporary of the operation exceeds it in rows."""
+    monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", 300)
+    seen: list[int] = []
+    logits_of = linear._Head.logits
+
+    def spy(self: Any, *args: Any) -> Tensor:
+        logits = logits_of(self, *args)
+        seen.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(linear._Head, "logits", spy)
+    hidden, weight, _, ids = _inputs()
+    result = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), ids, top_k=3)
+    _loss(result, ids).backward()
+    assert max(seen) <= 300 < N * V
+    # 13 tokens forward; backward leaves out the one row without gradient.
+    assert sum(seen) == (N + N - 1) * V
+
+
+def test_rows_without_gradient_cost_nothing_and_change_nothing() -> None:
+    hidden, weight, _, ids = _inputs()
+    leaf = hidden.clone().requires_grad_()
+    linear_log_probs(leaf, weight, ids.clamp_min(0)).log_probs[4].sum().backward()
+    assert leaf.grad is not None
+    assert bool((leaf.grad[4] != 0).any())
+    assert bool((leaf.grad[torch.arange(N) != 4] == 0).all())
+
+
+def test_the_path_that_never_asks_which_rows_have_gradient_equals_the_one_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, _, ids = _inputs()
+    gradients = []
+    for ask in (True, False):
+        monkeypatch.setattr(linear, "may_ask", lambda tensor, ask=ask: ask)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        gradients.append(torch.autograd.grad(_loss(linear_log_probs(*leaves, ids, top_k=3), ids), leaves))
+    for asked, unasked in zip(*gradients, strict=True):
+        torch.testing.assert_close(unasked, asked, rtol=1e-12, atol=1e-13)
+
+
+def test_sharded_weights_are_at_hand_in_forward_and_backward() -> None:
+    """A head that is empty at rest, as under ZeRO-3, is used only inside its context."""
+    hidden, whole, _, ids = _inputs()
+    entered: list[str] = []
+    weight = whole.clone().requires_grad_(False)
+    at_rest = weight.data.new_empty(0)
+    stored, weight.data = weight.data, at_rest
+
+    @contextmanager
+    def gathered() -> Iterator[None]:
+        entered.append("in")
+        weight.data = stored
+        try:
+            yield
+        finally:
+            weight.data = at_rest
+
+    leaf, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    result = linear_log_probs(leaf, weight, ids.clamp_min(0), weights_at_hand=gathered)
+    result.log_probs.sum().backward()
+    linear_log_probs(plain, whole, ids.clamp_min(0)).log_probs.sum().backward()
+    assert entered == ["in", "in"]
+    assert weight.numel() == 0
+    assert torch.equal(leaf.grad, plain.grad)  # type: ignore[arg-type]
+
+
+def test_no_tokens_give_empty_results_with_a_gradient() -> None:
+    hidden, weight, _, ids = _inputs()
+    weight.requires_grad_()
+    result = linear_log_probs(hidden[:0].requires_grad_(), weight, ids[:0], top_k=3)
+    assert result.log_probs.shape == (0, 4)
+    assert result.entropy.shape == (0,)
+    (result.log_probs.sum() + result.entropy.sum()).backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 0).all())
+
+
+def test_no_ids_still_give_entropy_and_top_k() -> None:
+    hidden, weight, _, _ = _inputs()
+    ids = torch.empty(N, 0, dtype=torch.long)
+    result = linear_log_probs(hidden, weight, ids, top_k=2)
+    expected = _naive(hidden, weight, ids, top_k=2)
+    assert result.log_probs.shape == (N, 0)
+    torch.testing.assert_close(result.top_log_probs, expected.top_log_probs)
+    torch.testing.assert_close(result.entropy, expected.entropy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 6)}, r"hidden \[N, D\].*\(2, 3, 6\).*Flatten"),
+        ({"hidden": torch.zeros(5, 6)}, r"\(5, 6\) and \(13, 4\)"),
+        ({"weight": torch.zeros(37, 7)}, r"weight must be \[V, 6\].*\(37, 7\)"),
+        ({"bias": torch.zeros(36)}, r"bias must be \[37\], got \(36,\)"),
+        ({"ids": torch.full((13, 4), 37)}, r"\[0, 37\).*found 37"),
+        ({"ids": torch.full((13, 4), -2)}, r"found -2"),
+        ({"top_k": 0}, r"top_k must be an integer of at least 1, got 0"),
+        ({"temperature": 0.0}, r"temperature must be positive, got 0\.0"),
+        ({"temperature": math.nan}, r"temperature must be positive, got nan"),
+        ({"logit_scale": -1.0}, r"logit_scale must be positive"),
+        ({"softcap": 0.0}, r"softcap must be positive"),
+        ({"vocabulary_size": 38}, r"vocabulary_size must lie in \[1, 37\].*got 38"),
+        ({"vocabulary_size": 0}, r"vocabulary_size must lie in \[1, 37\].*got 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_value(change: dict[str, Any], message: str) -> None:
+    hidden, weight, _, ids = _inputs(torch.float32)
+    arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "ids": ids} | change
+    with pytest.raises(InvalidInputError, match=message):
+        linear_log_probs(**arguments)
