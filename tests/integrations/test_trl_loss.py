@@ -360,9 +360,9 @@ def test_the_regression_is_aggregated_as_trl_aggregates_its_own_loss(
         steps_per_generation=steps_per_generation,
         num_iterations=2,
         gradient_accumulation_steps=accumulation,
-        max_completion_length=11,
     )
     inputs = _rollouts(trainer)
+    trainer.max_completion_length = 11  # longer than any completion of the batch
     trainer.current_gradient_accumulation_steps = accumulation
     trainer.model.train(training)
     values = torch.rand(inputs["completion_ids"].shape)
