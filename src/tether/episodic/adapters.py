@@ -164,11 +164,11 @@ class PositionControlledEnv(ABC):
 
     @abstractmethod
     def joint_positions(self) -> FloatArray:
-        """Where the tracked degrees of freedom are now, [D]."""
+        """Where the tracked degrees of freedom are now, [D]; may be a view of the simulator's memory."""
 
     @abstractmethod
     def joint_velocities(self) -> FloatArray:
-        """How fast they move, [D] per second."""
+        """How fast they move, [D] per second; may be a view as well."""
 
     @abstractmethod
     def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:

@@ -90,4 +90,6 @@ class MocapController:
                 "The desired position is [x, y, z, gripper] and the hand [x, y, z]; got shapes "
                 f"{desired_position.shape} and {hand.shape}."
             )
-        return np.append(self.scale * (desired_position[:3] - hand), desired_position[3])
+        action = desired_position.copy()
+        action[:3] = self.scale * (desired_position[:3] - hand)
+        return action

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -281,7 +284,7 @@ class _WorkerPool:
         self._connections: list[Connection] = []
         context = get_context("spawn")
         try:
-            with _single_threaded_children():
+            with _children_on_one_thread(), _children_without_interrupts():
                 for number in range(num_workers):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -313,12 +316,11 @@ class _WorkerPool:
     def close(self) -> None:
         for link in self._connections:
             link.close()  # a waiting worker reads the end of its pipe and leaves
+        patience = time.monotonic() + 1.0
         for process in self._processes:
-            process.join(timeout=1.0)
-            if process.is_alive():
-                process.terminate()
-                process.join(timeout=1.0)
-            if process.is_alive():
+            process.join(timeout=max(0.0, patience - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():  # in the middle of an episode
                 process.kill()
                 process.join()
         self._connections, self._processes = [], []
@@ -381,7 +383,7 @@ class _WorkerPool:
 
 
 @contextmanager
-def _single_threaded_children() -> Iterator[None]:
+def _children_on_one_thread() -> Iterator[None]:
     """Processes started meanwhile compute on one thread each: their number is what fills the cores."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
@@ -396,9 +398,22 @@ def _single_threaded_children() -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def _children_without_interrupts() -> Iterator[None]:
+    """Processes started meanwhile do not die noisily of Ctrl-C while they import; `_serve` takes over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
     """A worker's life: answer requests until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
     try:
         with make_position_controlled(env_id, **options) as env:
             link.send("ready")
@@ -413,9 +428,15 @@ def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
 
 
 def _answer(env: PositionControlledEnv, kind: str, arguments: list[Any]) -> Any:
+    """What the parent asked for, or the error it is to raise."""
     try:
         if kind == "reset":
             return [env.reset(seed) for seed in arguments[0]]
         return _run_batch(env, *arguments)
     except TetherError as error:
         return error
+    except Exception as error:  # noqa: BLE001 - not swallowed: the parent raises it
+        return SimulationError(
+            f"{env.env_id}: the environment failed with {type(error).__name__}: {error}\n"
+            f"In the worker:\n{traceback.format_exc()}"
+        )

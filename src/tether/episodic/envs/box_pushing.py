@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, get_args
 
+import gymnasium
 import mujoco
 import numpy as np
 
@@ -47,6 +48,7 @@ class BoxPushingEnv(MujocoTaskEnv):
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
     """
 
+    metadata = MujocoTaskEnv.metadata | {"render_fps": 50}
     horizon = 100
 
     def __init__(self, *, reward: BoxReward = "dense", random_init: bool = False, **options: Any) -> None:
@@ -152,23 +154,19 @@ class BoxPushingAdapter(PositionControlledEnv):
         velocity_gains=[0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03],
     )
 
-    def __init__(self, env: Any, env_id: str, **options: Any) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
         super().__init__(env, env_id, **options)
+        pushing = env.unwrapped
+        assert isinstance(pushing, BoxPushingEnv)
         target = tuple(range(21, 28))
-        self.context_indices = (*range(7), *range(14, 21), *target) if self._box.random_init else target
+        self.context_indices = (*range(7), *range(14, 21), *target) if pushing.random_init else target
+        self._positions, self._velocities = pushing.data.qpos[:7], pushing.data.qvel[:7]  # views
 
     def joint_positions(self) -> FloatArray:
-        return self._box.data.qpos[:7].copy()
+        return self._positions
 
     def joint_velocities(self) -> FloatArray:
-        return self._box.data.qvel[:7].copy()
+        return self._velocities
 
     def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        data = self._box.data
-        return self.controller(desired_position, desired_velocity, data.qpos[:7], data.qvel[:7])
-
-    @property
-    def _box(self) -> BoxPushingEnv:
-        env = self.env.unwrapped
-        assert isinstance(env, BoxPushingEnv)
-        return env
+        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)

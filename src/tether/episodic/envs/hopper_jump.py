@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import mujoco
 import numpy as np
 
@@ -15,7 +16,7 @@ from tether.episodic.controllers import PDController
 from tether.episodic.envs.simulation import MujocoTaskEnv
 
 _START_HEIGHT = 1.5
-_UNKNOWN_LANDING_DISTANCE = 5.0
+_NOT_LANDED = 5.0
 
 
 class HopperJumpEnv(MujocoTaskEnv):
@@ -34,6 +35,7 @@ class HopperJumpEnv(MujocoTaskEnv):
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
     """
 
+    metadata = MujocoTaskEnv.metadata | {"render_fps": 125}
     horizon = 250
 
     def __init__(
@@ -72,7 +74,7 @@ class HopperJumpEnv(MujocoTaskEnv):
         mujoco.mj_forward(self.model, self.data)
         self._max_height = 0.0
         self._touched = self._jumped = self._landed = False
-        self._landing_distance: float | None = None
+        self._landing_distance = _NOT_LANDED
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
         self._simulate(action, self.frame_skip)
@@ -89,13 +91,13 @@ class HopperJumpEnv(MujocoTaskEnv):
         if not self.sparse or self._steps >= self.horizon:
             reward += self.height_weight * (self._max_height if self.sparse else height)
             reward -= self.distance_weight * distance
-            reward -= self.landing_weight * (self._landing_distance or _UNKNOWN_LANDING_DISTANCE)
+            reward -= self.landing_weight * self._landing_distance
             reward += self.healthy_reward * healthy
         return reward, {
             "height": height,
             "max_height": self._max_height,
             "goal_distance": distance,
-            "landing_distance": np.nan if self._landing_distance is None else self._landing_distance,
+            "landing_distance": self._landing_distance,
             "healthy": healthy,
         }
 
@@ -133,18 +135,17 @@ class HopperJumpAdapter(PositionControlledEnv):
     extra_names = ("max_height", "goal_distance", "landing_distance")
     controller = PDController(position_gains=1.0, velocity_gains=0.1)
 
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        hopper = env.unwrapped
+        assert isinstance(hopper, HopperJumpEnv)
+        self._positions, self._velocities = hopper.data.qpos[3:6], hopper.data.qvel[3:6]  # views
+
     def joint_positions(self) -> FloatArray:
-        return self._hopper.data.qpos[3:6].copy()
+        return self._positions
 
     def joint_velocities(self) -> FloatArray:
-        return self._hopper.data.qvel[3:6].copy()
+        return self._velocities
 
     def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        data = self._hopper.data
-        return self.controller(desired_position, desired_velocity, data.qpos[3:6], data.qvel[3:6])
-
-    @property
-    def _hopper(self) -> HopperJumpEnv:
-        env = self.env.unwrapped
-        assert isinstance(env, HopperJumpEnv)
-        return env
+        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)

@@ -6,7 +6,7 @@ object and goal are drawn anew from the environment's own generator. Needs the m
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -35,7 +35,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         camera: one of the model's cameras.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 80}  # type: ignore[misc]
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012 - as gymnasium declares it
 
     horizon = 500
 
@@ -116,18 +116,19 @@ class MetaWorldAdapter(PositionControlledEnv):
     extra_names = ("success_at_end", "object_to_target")
     controller = MocapController(scale=100.0)
 
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        task = env.unwrapped
+        assert isinstance(task, MetaWorldEnv)
+        model, data = task.simulation.model, task.simulation.data
+        self._hand = data.mocap_pos[0]  # a view, like the next
+        self._gripper = data.qpos[model.jnt_qposadr[model.joint("r_close").id] :][:1]
+
     def joint_positions(self) -> FloatArray:
-        simulation = self._task.simulation
-        return np.append(simulation.data.mocap_pos[0], simulation.data.joint("r_close").qpos)
+        return np.concatenate([self._hand, self._gripper])
 
     def joint_velocities(self) -> FloatArray:
         return np.zeros(4)
 
     def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        return self.controller(desired_position, self._task.simulation.data.mocap_pos[0])
-
-    @property
-    def _task(self) -> MetaWorldEnv:
-        env = self.env.unwrapped
-        assert isinstance(env, MetaWorldEnv)
-        return env
+        return self.controller(desired_position, self._hand)

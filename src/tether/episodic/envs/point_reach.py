@@ -19,7 +19,7 @@ class PointReachEnv(gymnasium.Env[FloatArray, FloatArray]):
     within 5 cm of the goal. Needs numpy alone, so that it runs in a millisecond.
     """
 
-    metadata = {"render_modes": [], "render_fps": 50}  # noqa: RUF012 - gymnasium's own convention
+    metadata: dict[str, Any] = {"render_modes": [], "render_fps": 50}  # noqa: RUF012 - as gymnasium declares it
     dt = 0.02
     horizon = 50
     force_scale = 20.0
@@ -68,11 +68,10 @@ class PointReachAdapter(PositionControlledEnv):
     extra_names = ("distance",)
     controller = PDController(position_gains=5.0, velocity_gains=1.0)
 
-    @property
-    def _point(self) -> PointReachEnv:
-        env = self.env.unwrapped
-        assert isinstance(env, PointReachEnv)
-        return env
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        assert isinstance(env.unwrapped, PointReachEnv)
+        self._point = env.unwrapped
 
     def joint_positions(self) -> FloatArray:
         return self._point.position

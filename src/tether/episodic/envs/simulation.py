@@ -103,7 +103,7 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         camera: name of a camera of the model; None takes a free one that looks at the middle.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}  # type: ignore[misc]
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as gymnasium declares it
 
     horizon: ClassVar[int]
     """Steps of an episode."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import gymnasium
 import mujoco
 import numpy as np
 
@@ -42,6 +43,7 @@ class TableTennisEnv(MujocoTaskEnv):
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
     """
 
+    metadata = MujocoTaskEnv.metadata | {"render_fps": 125}
     horizon = 300
 
     def __init__(self, **options: Any) -> None:
@@ -159,15 +161,20 @@ class TableTennisAdapter(PositionControlledEnv):
         velocity_gains=[0.05, 0.2, 0.1, 0.2, 0.05, 0.2, 0.05],
     )
 
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        robot = env.unwrapped
+        assert isinstance(robot, TableTennisEnv)
+        self._positions, self._velocities = robot.data.qpos[:7], robot.data.qvel[:7]  # views
+
     def joint_positions(self) -> FloatArray:
-        return self._robot.data.qpos[:7].copy()
+        return self._positions
 
     def joint_velocities(self) -> FloatArray:
-        return self._robot.data.qvel[:7].copy()
+        return self._velocities
 
     def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        data = self._robot.data
-        return self.controller(desired_position, desired_velocity, data.qpos[:7], data.qvel[:7])
+        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)
 
     def refusal(self, desired_positions: FloatArray, desired_velocities: FloatArray) -> float | None:
         above = np.maximum(desired_positions - JOINT_HIGH, 0.0)
@@ -175,9 +182,3 @@ class TableTennisAdapter(PositionControlledEnv):
         if not above.any() and not below.any():
             return None
         return -float(above.mean() + below.mean())
-
-    @property
-    def _robot(self) -> TableTennisEnv:
-        env = self.env.unwrapped
-        assert isinstance(env, TableTennisEnv)
-        return env

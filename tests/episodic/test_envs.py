@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from tether.episodic.adapters import known_env_ids, make_position_controlled
+from tether.episodic.envs.hopper_jump import HopperJumpEnv
+from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
+from tether.episodic.envs.rotations import rotation_distance, rotation_error
+from tether.errors import ConfigError, InvalidInputError, SimulationError
+
+META = "tether/MetaWorld-button-press-v3"
+OURS = [env_id for env_id in known_env_ids() if env_id.startswith("tether/") and "MetaWorld" not in env_id]
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META])
+def test_gymnasiums_checker_finds_nothing_to_complain_about(env_id: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Joint positions and velocities have no bounds to declare.
+        warnings.filterwarnings("ignore", message=".*Box observation space (min|max)imum value is")
+        check_env(gymnasium.make(env_id).unwrapped, skip_render_check=True)
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META, "tether/MetaWorld-reach-v3"])
+def test_a_seed_fixes_start_and_course_whatever_was_run_before(env_id: str) -> None:
+    with make_position_controlled(env_id) as env, make_position_controlled(env_id) as fresh:
+        start = env.reset(4)
+        motion = start.position + np.linspace(0.0, 0.1, env.horizon)[:, None]
+        speed = np.zeros_like(motion)
+        first = env.execute(4, motion, speed)
+        env.execute(9, motion, speed)
+        again, elsewhere = env.execute(4, motion, speed), fresh.execute(4, motion, speed)
+    for other in (again, elsewhere):
+        np.testing.assert_array_equal(other.observations, first.observations)
+        np.testing.assert_array_equal(other.rewards, first.rewards)
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META, "tether/MetaWorld-window-open-v3"])
+def test_seeds_give_different_tasks_and_the_context_tells_them_apart(env_id: str) -> None:
+    with make_position_controlled(env_id) as env:
+        contexts = np.array([env.reset(seed).context for seed in range(4)])
+    assert len(np.unique(contexts, axis=0)) == 4
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META])
+def test_what_is_not_in_the_context_is_the_same_at_every_start(env_id: str) -> None:
+    with make_position_controlled(env_id) as env:
+        starts = [env.reset(seed) for seed in range(3)]
+        context = set(
+            range(starts[0].observation.size) if env.context_indices is None else env.context_indices
+        )
+    rest = [i for i in range(starts[0].observation.size) if i not in context]
+    if "Hopper" in env_id:  # minus the mark's x, which the context holds, plus what the joints' angles place
+        rest = [i for i in rest if i not in (12, 13, 14)]
+    if "PointReach" in env_id:  # starts a few centimetres off the origin, too little to matter
+        rest = [4, 5]
+    for start in starts[1:]:
+        np.testing.assert_allclose(start.observation[rest], starts[0].observation[rest], atol=1e-6)
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META])
+def test_episodes_last_exactly_the_horizon(env_id: str) -> None:
+    env = gymnasium.make(env_id)
+    with make_position_controlled(env_id) as adapter:
+        horizon, dt = adapter.horizon, adapter.dt
+    env.reset(seed=0)
+    still = np.zeros(env.action_space.shape or ())
+    endings = [any(env.step(still)[2:4]) for _ in range(horizon)]
+    assert endings == [False] * (horizon - 1) + [True]
+    assert env.unwrapped.dt == pytest.approx(dt) if hasattr(env.unwrapped, "dt") else dt == 0.0125
+
+
+@pytest.mark.parametrize("env_id", [*OURS, META])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda action: action[:-1], "shape"),
+        (lambda action: np.append(action[:-1], 1.01), r"entry \d is 1.01, outside of \[-1.0, 1.0\]"),
+        (lambda action: np.append(action[:-1], np.nan), r"entry \d is nan"),
+    ],
+)
+def test_actions_that_cannot_be_meant_are_refused(env_id: str, spoil: Any, message: str) -> None:
+    env = gymnasium.make(env_id, disable_env_checker=True)
+    env.reset(seed=0)
+    with pytest.raises(InvalidInputError, match=message):
+        env.step(spoil(np.zeros(env.action_space.shape or ())))
+
+
+@pytest.mark.parametrize(
+    "env_id", ["tether/HopperJump-v0", "tether/BoxPushingDense-v0", "tether/TableTennis-v0", META]
+)
+def test_a_simulation_that_falls_apart_is_an_error_not_a_quiet_reset(
+    env_id: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log where it runs
+    env = gymnasium.make(env_id)
+    env.reset(seed=0)
+    inner: Any = env.unwrapped
+    data = inner.simulation.data if env_id == META else inner.data
+    data.qvel[0] = np.nan
+    with pytest.raises(SimulationError, match="step 1 of the episode"):
+        env.step(np.zeros(env.action_space.shape or ()))
+    env.reset(seed=0)
+    env.step(np.zeros(env.action_space.shape or ()))  # a reset makes it usable again
+
+
+def test_hopper_pays_height_and_charges_the_distance_to_the_mark() -> None:
+    env = HopperJumpEnv()
+    observation, _ = env.reset(seed=0)
+    observation, reward, _, _, info = env.step(np.array([0.5, 0.0, 0.0]))
+    distance = np.linalg.norm(observation[12:15])  # foot minus mark
+    expected = 3.0 * info["height"] - 3.0 * distance + 1.0 - 1e-3 * 0.25
+    assert reward == pytest.approx(expected, abs=1e-12)
+
+
+def test_hoppers_sparse_reward_comes_at_the_end() -> None:
+    env = gymnasium.make("tether/HopperJumpSparse-v0")
+    env.reset(seed=0)
+    results = [env.step(np.zeros(3)) for _ in range(250)]
+    assert all(reward == 0.0 for _, reward, *_ in results[:-1])
+    last = results[-1][4]
+    by_hand = 10 * last["max_height"] - 3 * last["goal_distance"] + 2 * last["healthy"]
+    by_hand -= 2 * last["landing_distance"]
+    assert results[-1][1] == pytest.approx(by_hand, abs=1e-12)
+
+
+def test_box_starts_with_the_rod_above_the_box_and_the_target_far_enough() -> None:
+    env = gymnasium.make("tether/BoxPushingDense-v0", random_init=True)
+    inner: Any = env.unwrapped
+    for seed in range(5):
+        observation, _ = env.reset(seed=seed)
+        box, target = observation[14:16], observation[21:23]
+        assert np.linalg.norm(box - target) >= 0.3
+        hand = inner.data.xpos[inner.model.body("tcp").id]
+        np.testing.assert_allclose(hand, [*box, 0.14], atol=5e-3)
+
+
+def test_random_box_starts_are_part_of_the_context() -> None:
+    with make_position_controlled("tether/BoxPushingDense-v0", random_init=True) as env:
+        start = env.reset(0)
+    np.testing.assert_array_equal(start.context, np.delete(start.observation, range(7, 14)))
+
+
+def test_every_meta_world_task_is_registered() -> None:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+    assert sorted(META_WORLD_TASKS) == sorted(ALL_V3_ENVIRONMENTS)
+    assert {f"tether/MetaWorld-{task}" for task in META_WORLD_TASKS} <= set(known_env_ids())
+
+
+def test_meta_world_equals_the_bare_task_under_the_same_seed() -> None:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
+
+    bare = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE["button-press-v3-goal-observable"]()
+    bare._freeze_rand_vec, bare.seeded_rand_vec = False, True
+    bare.seed(6)
+    expected, _ = bare.reset()
+    env = gymnasium.make(META)
+    observation, _ = env.reset(seed=6)
+    np.testing.assert_array_equal(observation, expected)
+    action = np.array([0.3, 0.9, -0.2, 0.5])
+    for _ in range(20):
+        expected, expected_reward, *_ = bare.step(action)
+        observation, reward, *_ = env.step(action)
+    np.testing.assert_array_equal(observation, expected)
+    assert reward == expected_reward
+
+
+def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:
+    with make_position_controlled(META) as env:
+        start = env.reset(2)
+        button = start.observation[4:7]
+        share = np.minimum(np.arange(1, 501) / 300, 1.0)[:, None]
+        before = np.append(button - np.array([0.0, 0.15, 0.0]), 0.0)
+        behind = np.append(button + np.array([0.0, 0.2, 0.0]), 0.0)
+        approach = start.position + 2 * share * (before - start.position)
+        push = before + (2 * share - 1) * (behind - before)
+        path = np.where(share < 0.5, approach, push)
+        episode = env.execute(2, path, np.zeros_like(path))
+        still = np.tile(start.position, (500, 1))
+        idle = env.execute(2, still, np.zeros_like(still))
+    assert episode.success
+    assert not idle.success
+    np.testing.assert_allclose(episode.positions[250, :3], path[249, :3], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options", "message"),
+    [
+        ("tether/HopperJump-v0", {"render_mode": "ansi"}, "rgb_array"),
+        ("tether/HopperJump-v0", {"camera": "nowhere"}, "no camera 'nowhere'.*track"),
+        ("tether/BoxPushingDense-v0", {"reward": "free"}, "dense.*sparse"),
+        ("tether/HopperJump-v0", {"success_rule": "first"}, "any.*last"),
+    ],
+)
+def test_wrong_options_are_named(env_id: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_position_controlled(env_id, **options)
+
+
+def test_rotation_distance_is_the_angle_between_orientations() -> None:
+    from scipy.spatial.transform import Rotation
+
+    rng = np.random.default_rng(0)
+    for first, second in zip(Rotation.random(20, rng), Rotation.random(20, rng), strict=True):
+        expected = (first.inv() * second).magnitude()
+        quaternions = [np.roll(rotation.as_quat(), 1) for rotation in (first, second)]  # scipy puts w last
+        assert rotation_distance(*quaternions) == pytest.approx(expected, abs=1e-7)
+    same = np.array([0.5, 0.5, 0.5, 0.5]) * (1 + 1e-16)
+    assert rotation_distance(same, same) == 0.0
+
+
+def test_rotation_error_points_along_the_axis_of_the_missing_turn() -> None:
+    half = 0.15
+    turned = np.array([np.cos(half), 0.0, 0.0, np.sin(half)])
+    np.testing.assert_allclose(
+        rotation_error(np.array([1.0, 0, 0, 0]), turned), [0, 0, np.sin(half)], atol=1e-12
+    )

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tether.episodic.adapters import PositionControlledEnv, make_position_controlled, register_adapter
+from tether.episodic.envs.point_reach import PointReachAdapter
+from tether.errors import ConfigError, SimulationError
+
+
+def zeros(env: PositionControlledEnv) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((env.horizon, env.num_dof)), np.zeros((env.horizon, env.num_dof))
+
+
+def test_an_early_end_becomes_an_absorbing_state() -> None:
+    with make_position_controlled("misbehaving_envs:test/ends-v0") as env:
+        episode = env.execute(0, *zeros(env))
+    assert episode.length == 3
+    np.testing.assert_array_equal(episode.rewards, [1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(episode.observations[:, 1], [0, 1, 2, 3, 3, 3])
+    np.testing.assert_array_equal(episode.positions[:, 0], [0, 1, 2, 3, 3, 3])
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("any", True), ("last", False)])
+def test_the_success_rule_says_whether_one_step_is_enough(rule: Any, expected: bool) -> None:
+    # This environment succeeds at step 3 of 5 alone.
+    with make_position_controlled("misbehaving_envs:test/well-v0", success_rule=rule) as env:
+        assert env.execute(0, *zeros(env)).success is expected
+
+
+def test_actions_are_clipped_to_the_action_space() -> None:
+    with make_position_controlled("misbehaving_envs:test/well-v0") as env:
+        wanted = np.full((5, 1), -7.0)
+        assert env.execute(0, wanted, wanted).extras["action"] == -1.0
+
+
+def test_executing_resets_to_the_episodes_own_start() -> None:
+    with make_position_controlled("misbehaving_envs:test/well-v0") as env:
+        start = env.reset(3)
+        env.reset(8)
+        assert env.execute(3, *zeros(env)).observations[0, 0] == start.observation[0]
+
+
+def test_nan_names_step_and_seed() -> None:
+    seed = next(s for s in range(20) if np.random.default_rng(s).uniform() > 0.5)
+    with (
+        make_position_controlled("misbehaving_envs:test/nan-for-half-v0") as env,
+        pytest.raises(SimulationError, match=rf"step 2 of the episode with seed {seed}"),
+    ):
+        env.execute(seed, *zeros(env))
+
+
+def test_a_trajectory_outside_of_the_joints_range_is_not_run_in_table_tennis() -> None:
+    with make_position_controlled("tether/TableTennis-v0") as env:
+        start = env.reset(0)
+        wanted = np.tile(start.position, (300, 1))
+        wanted[100, 2] = 2.8 + 2.1  # 2.1 rad above its limit, at one of 300 x 7 entries
+        wanted[200, 3] = -0.9 - 4.2
+        episode = env.execute(0, wanted, np.zeros_like(wanted))
+    assert episode.length == 0
+    assert episode.rewards[0] == pytest.approx(-(2.1 + 4.2) / 2100)
+    assert not episode.rewards[1:].any()
+    np.testing.assert_array_equal(episode.observations, np.tile(start.observation, (301, 1)))
+    assert episode.extras == {"hit_ball": 0, "returned": 0, "landing_error": 10.0}
+
+
+def test_the_table_tennis_arm_follows_a_slow_trajectory() -> None:
+    with make_position_controlled("tether/TableTennis-v0") as env:
+        start = env.reset(0)
+        share = np.arange(1, 301)[:, None] / 300
+        wanted = (
+            start.position + np.array([0.4, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0]) * np.sin(np.pi / 2 * share) ** 2
+        )
+        episode = env.execute(0, wanted, np.gradient(wanted, env.dt, axis=0))
+    # The arm hangs: what gravity does to a PD controller without a model of it is part of the original.
+    assert np.abs(episode.positions[1:, 0] - wanted[:, 0]).max() < 0.05
+
+
+def test_an_id_cannot_be_given_to_two_adapters() -> None:
+    register_adapter("tether/PointReach-v0", "tether.episodic.envs.point_reach:PointReachAdapter")
+    with pytest.raises(ConfigError, match="registered already"):
+        register_adapter("tether/PointReach-v0", PointReachAdapter)
+
+
+def test_spaces_that_are_no_flat_boxes_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match="FlattenObservation"):
+        PointReachAdapter(gymnasium.make("FrozenLake-v1"), "FrozenLake-v1")

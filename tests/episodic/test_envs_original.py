@@ -1,0 +1,124 @@
+"""The ports against fancy_gym 0.3.0 under mujoco 2.3.3, recorded by data/record_original.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+import pytest
+
+import tether.episodic.envs  # noqa: F401 - registers the environments
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One recorded episode, and what the port answers to its actions."""
+
+    original_observations: np.ndarray
+    original_rewards: np.ndarray
+    original: dict[str, float]
+    observations: np.ndarray
+    rewards: np.ndarray
+    success: bool
+    info: dict[str, Any]
+
+
+def replay(
+    name: str, env_id: str, episode: int, before_step: Callable[[Any, int], None] = lambda env, t: None
+) -> Replay:
+    with np.load(DATA / f"original_{name}.npz") as stored:
+        recording = {key: stored[key][episode] for key in stored}
+    env = gymnasium.make(env_id)
+    observations = [env.reset(seed=int(recording["seeds"]))[0]]
+    rewards, success, info = [], False, {}
+    for t, action in enumerate(recording["actions"]):
+        before_step(env.unwrapped, t)
+        observation, reward, _, _, info = env.step(action)
+        observations.append(observation)
+        rewards.append(float(reward))
+        success |= bool(info.get("success", False))
+    length = int(recording["lengths"])
+    return Replay(
+        recording["observations"][: length + 1],
+        recording["rewards"],
+        {key: float(value) for key, value in recording.items() if np.ndim(value) == 0},
+        np.array(observations)[: length + 1],
+        np.array(rewards),
+        success,
+        info,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "episode"),
+    [("hopper_jump", "tether/HopperJump-v0", episode) for episode in range(3)]
+    + [("hopper_jump_sparse", "tether/HopperJumpSparse-v0", 0)]
+    + [("table_tennis", "tether/TableTennis-v0", episode) for episode in (2, 3)],
+)
+def test_hopper_and_unhit_balls_equal_the_original_to_rounding(name: str, env_id: str, episode: int) -> None:
+    ours = replay(name, env_id, episode)
+    np.testing.assert_allclose(ours.observations, ours.original_observations, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(ours.rewards, ours.original_rewards, rtol=0, atol=1e-10)
+    assert ours.success == bool(ours.original["success"])
+    for key in {"max_height", "landing_distance", "landing_error"} & ours.info.keys():
+        assert ours.info[key] == pytest.approx(ours.original[key], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "episode"),
+    [("box_pushing_dense", "tether/BoxPushingDense-v0", episode) for episode in range(4)]
+    + [("box_pushing_sparse", "tether/BoxPushingSparse-v0", episode) for episode in range(3)]
+    + [
+        ("box_pushing_spatially_sparse", "tether/BoxPushingSpatiallySparse-v0", episode)
+        for episode in range(2)
+    ],
+)
+def test_box_pushing_equals_the_original_to_the_contact_solvers_precision(
+    name: str, env_id: str, episode: int
+) -> None:
+    ours = replay(name, env_id, episode)
+    np.testing.assert_allclose(ours.observations[0], ours.original_observations[0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(ours.observations, ours.original_observations, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours.rewards, ours.original_rewards, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(ours.rewards[:-1], ours.original_rewards[:-1], rtol=0, atol=1e-6)
+    assert ours.success == bool(ours.original["success"])
+    assert ours.info["goal_distance"] == pytest.approx(ours.original["goal_distance"], abs=1e-6)
+    assert ours.info["goal_angle"] == pytest.approx(ours.original["goal_angle"], abs=1e-5)
+
+
+def test_the_recordings_hold_successes_and_failures_of_both_tasks() -> None:
+    for name in ("box_pushing_dense", "table_tennis"):
+        with np.load(DATA / f"original_{name}.npz") as stored:
+            assert set(stored["success"]) == {True, False}
+
+
+def test_a_returned_ball_succeeds_as_in_the_original() -> None:
+    ours = replay("table_tennis", "tether/TableTennis-v0", 0)
+    assert ours.original["success"] == 1.0
+    assert ours.success
+    assert np.flatnonzero(ours.rewards).tolist() == np.flatnonzero(ours.original_rewards).tolist()
+    # mujoco 3 computes the contact of ball and bat (sphere and cylinder) in closed form, see the next test.
+    assert ours.rewards.sum() == pytest.approx(ours.original_rewards.sum(), abs=0.01)
+    assert ours.info["landing_error"] == pytest.approx(ours.original["landing_error"], abs=0.01)
+
+
+@pytest.mark.parametrize(("episode", "hit", "tolerance"), [(0, 76, 1e-5), (1, 100, 5e-3)])
+def test_the_ball_on_bat_collider_is_all_that_differs_in_table_tennis(
+    episode: int, hit: int, tolerance: float
+) -> None:
+    # An ellipsoid of equal radii goes through the general convex collider that mujoco 2.3.3 used here.
+    def use_general_collider(env: Any, t: int) -> None:
+        if t >= hit:
+            env.model.geom("target_ball_contact").type = int(mujoco.mjtGeom.mjGEOM_ELLIPSOID)
+
+    ours = replay("table_tennis", "tether/TableTennis-v0", episode, use_general_collider)
+    assert ours.original["hit_ball"] == 1.0
+    assert ours.rewards.sum() == pytest.approx(ours.original_rewards.sum(), abs=tolerance)
+    assert ours.info["landing_error"] == pytest.approx(ours.original["landing_error"], abs=tolerance)

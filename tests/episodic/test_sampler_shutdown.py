@@ -1,0 +1,81 @@
+"""The worker processes must not outlive whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+SCRIPT = """
+import sys
+import numpy as np
+sys.path.insert(0, {here!r})
+from tether.episodic.sampler import EpisodeSampler
+
+if __name__ == "__main__":
+    with EpisodeSampler("misbehaving_envs:test/{way}-v0", num_workers=2) as sampler:
+        sampler.reset(2)
+        print(*[process.pid for process in sampler._backend._processes], flush=True)
+        while True:
+            sampler.execute(np.zeros((2, 5, 1)), np.zeros((2, 5, 1)))
+"""
+
+
+def start(tmp_path: Path, way: str) -> tuple[subprocess.Popen[str], list[int]]:
+    script = tmp_path / "collect.py"
+    script.write_text(SCRIPT.format(here=str(HERE), way=way))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")  # where there is one, a process waiting for burial counts as gone
+    return not state.exists() or ") Z " not in state.read_text()
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("way", ["well", "sleeps"])
+def test_ctrl_c_ends_the_program_and_its_workers_within_seconds(tmp_path: Path, way: str) -> None:
+    process, workers = start(tmp_path, way)
+    assert len(workers) == 2
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to the whole group
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    assert errors.count("Traceback") == 1  # the program's own; the workers stay quiet
+    assert gone_within(workers, 5)
+
+
+def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
+    process, workers = start(tmp_path, "well")
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    assert gone_within(workers, 10)
