@@ -13,7 +13,15 @@ from torch import Tensor
 
 import oracles
 from tether.errors import InvalidInputError
-from tether.projection import CategoricalProjection, categorical, kl_categorical, project_categorical, solve
+from tether.projection import (
+    CategoricalProjection,
+    categorical,
+    divergence,
+    geodesic,
+    kl_categorical,
+    project_categorical,
+    solve,
+)
 
 INF = math.inf
 
@@ -568,8 +576,8 @@ def test_the_path_that_never_asks_equals_the_one_that_does(
     upstream = torch.randn_like(new)
     outcomes = []
     for ask in (True, False):
-        monkeypatch.setattr(solve, "may_ask", lambda tensor, ask=ask: ask)
-        monkeypatch.setattr(categorical, "may_ask", lambda tensor, ask=ask: ask)
+        for module in (categorical, divergence, geodesic, solve):
+            monkeypatch.setattr(module, "may_ask", lambda tensor, ask=ask: ask)
         leaf = new.clone().requires_grad_()
         result = project_categorical(leaf, old, 0.1, region=region, mask=mask)  # type: ignore[arg-type]
         gradient = torch.autograd.grad(result.log_probs, leaf, upstream)[0]
@@ -581,8 +589,8 @@ def test_the_path_that_never_asks_equals_the_one_that_does(
 
 
 def test_a_nan_is_reported_without_asking_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(categorical, "may_ask", lambda tensor: False)
-    monkeypatch.setattr(solve, "may_ask", lambda tensor: False)
+    for module in (categorical, divergence, geodesic, solve):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     new, old = _rows(4, 3, 1.0)
     new[2, 1] = math.nan
     with pytest.raises(RuntimeError, match="NaN"):

@@ -1,6 +1,7 @@
 """Trust-region projections: pure maths on tensors, nothing but torch. Start reading here."""
 
-from tether.projection.categorical import CategoricalProjection, kl_categorical, project_categorical
+from tether.projection.categorical import CategoricalProjection, project_categorical
+from tether.projection.divergence import kl_categorical
 from tether.projection.gaussian import (
     GaussianProjection,
     diagonal_gaussian_entropy,

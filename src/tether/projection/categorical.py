@@ -1,14 +1,12 @@
 """Projection of token distributions onto a KL ball around the old policy's.
 
 The answer lies on the geodesic pi_s ∝ q^(1-s) p^s from the old distribution q to the new one p.
-`solve.py` finds the step s; this file evaluates the geodesic and differentiates the result in
-closed form.
+`geodesic.py` evaluates that curve, `solve.py` finds the step s on it; this file differentiates the
+result in closed form.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,19 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.projection.solve import may_ask, solve_increasing
+from tether.projection.divergence import BLOCK_ELEMENTS, region_kl, where
+from tether.projection.geodesic import Geodesic
+from tether.projection.solve import may_ask
 
 Region = Literal["token", "sequence"]
-
-# Log-ratio that stands for "the new probability is exactly zero". The projection is then its limit
-# as that probability goes to zero, which exists although the geodesic itself jumps there.
-_VANISHING = -1e30
-
-# Nats by which a distribution is tilted above which x E[u] - A(x) has lost too many digits to rounding.
-_FAR = 4.0
-
-# Elements of a block that a CPU core's cache holds together with the temporaries of one evaluation.
-_BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -126,17 +116,17 @@ class _Project(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         weight = _token_weights(new, counted)
-        kl = _region_kl(new, old, weight, counted)
+        kl = region_kl(new, old, weight, counted)
         active = kl > kl_bound
         step = torch.ones_like(kl)
         output = new.clone()
         pieces = []
         for rows in _blocks_to_project(active, new[0].numel()):
-            geodesic = _Geodesic(new[rows], old[rows], weight[rows], _at(counted, rows), kl[rows], kl_bound)
+            geodesic = Geodesic(new[rows], old[rows], weight[rows], _at(counted, rows), kl[rows], kl_bound)
             x, constrained = geodesic.solve()
             log_probs, probs, centred, variance = geodesic.at(x)
             moved = _moved(active[rows], _at(counted, rows))
-            output[rows] = _where(moved, log_probs, output[rows])
+            output[rows] = where(moved, log_probs, output[rows])
             step[rows] = torch.where(active[rows], x / geodesic.scale, step[rows])
             pieces.append((rows, probs, centred, variance, step[rows], constrained, moved, geodesic.free))
         if ctx.needs_input_grad[0]:
@@ -174,200 +164,13 @@ def _implicit_gradient(
     out the direction that would change the divergence, which the constraint holds fixed.
     """
     # A projected probability of zero is constant: whatever arrives for it goes nowhere.
-    pulled = _where(free, upstream, 0.0)
+    pulled = where(free, upstream, 0.0)
     # No variance: all mass on one outcome, and no direction that would change the divergence.
     constrained = constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
     along = torch.where(constrained, (pulled * centred).sum((-1, -2)) / variance, 0.0)
     drop = torch.addcmul(pulled.sum(-1, keepdim=True), along[:, None, None], centred).mul_(probs)
     inner = torch.sub(pulled, drop, out=drop).mul_(step[:, None, None])
-    return _where(moved, _where(free, inner, 0.0), upstream)
-
-
-class _Geodesic:
-    """The curve pi_x ∝ q exp(x u) with u the log-ratio scaled to range 1, so that x = s * scale.
-
-    The scaling keeps variances finite for log-ratios of any size.
-    """
-
-    def __init__(
-        self, new: Tensor, old: Tensor, weight: Tensor, counted: Tensor | None, kl: Tensor, kl_bound: float
-    ) -> None:
-        self.weight = weight
-        self.counted = None if counted is None else counted[..., None]
-        self.bound = new.new_full(new.shape[:1], kl_bound)
-        self.kl_at_zero = torch.zeros_like(self.bound)
-        self.kl_at_end = kl
-        self.free: Tensor | None = None
-        # What is not counted may hold anything, NaN included: blank it.
-        new, old = _where(self.counted, new, 0.0), _where(self.counted, old, 0.0)
-        self.old = _log_softmax(old)
-        ratio = _log_softmax(new).sub_(self.old)
-        ratio.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # zero in both: stays zero
-        if not _surely_finite(ratio):
-            ratio = self._treat_zeros(ratio)
-        elif not _surely_finite(self.old):
-            self.free = ~torch.isneginf(self.old)
-        ratio.clamp_(_VANISHING, -_VANISHING)  # else the width could overflow
-        old_probs = self.old.softmax(-1)
-        ratio -= _centre(ratio, old_probs)
-        width = _where(self.counted, ratio.amax(-1, keepdim=True) - ratio.amin(-1, keepdim=True), 0.0)
-        self.scale = width.amax((-1, -2)).clamp_min(torch.finfo(new.dtype).tiny * 1e6)
-        self.ratio = ratio.div_(self.scale[:, None, None])
-        self.variance_at_zero = (weight * old_probs.mul_(self.ratio).mul_(self.ratio).sum(-1)).sum(-1)
-
-    def _treat_zeros(self, ratio: Tensor) -> Tensor:
-        """Give the log-ratio a finite value at zeros, and leave out those that the curve leaves at once.
-
-        Old zeros stay zero along the whole curve. Where the new probability is zero, the curve jumps at
-        its start from q to q without those outcomes, at a divergence of -log(mass left). If that is
-        within the bound, the answer has those zeros too and lies further on; if not, it lies inside
-        the jump, and `_VANISHING` stands for the zeros.
-        """
-        old_zero, new_zero = torch.isneginf(self.old), torch.isneginf(ratio)
-        self.free = ~(old_zero | new_zero)
-        left = torch.where(self.free, self.old, -torch.inf).logsumexp(-1)
-        jump = _where(self.counted, (self.weight * -left)[..., None], 0.0).sum((-1, -2)).clamp_min(0)
-        within = jump < self.bound
-        self.kl_at_zero = torch.where(within, jump, 0.0)
-        left_out = new_zero & within[:, None, None]
-        self.old = torch.where(left_out, -torch.inf, self.old)
-        # A row of which nothing would be left stays where it is.
-        vanishing = new_zero & ~left_out & self.free.any(-1, keepdim=True)
-        return torch.where(self.free, ratio, torch.where(vanishing, _VANISHING, 0.0))
-
-    def _curve(self, x: Tensor) -> Tensor:
-        """Unnormalised log pi_x."""
-        return torch.addcmul(self.old, x[:, None, None], self.ratio)
-
-    def at(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """log pi_x, pi_x, the centred ratio and its variance summed over the region's tokens."""
-        curve = self._curve(x)
-        largest, log_sum, probs = _log_partition(curve)
-        centred = self.ratio - (probs * self.ratio).sum(-1, keepdim=True)
-        centred = _where(self.counted, centred, 0.0)
-        variance = (probs * centred).mul_(centred).sum((-1, -2))
-        return (
-            curve.sub_(largest).sub_(log_sum),
-            probs,
-            centred,
-            variance.clamp_min(torch.finfo(x.dtype).tiny),
-        )
-
-    def kl_and_slope(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """KL(pi_x || q) in its region's mean, and its derivative x Var[u], both [G].
-
-        x E[u] - A(x) is cheap and exact near the old policy. Far from it the two cancel; there the
-        divergence is summed term by term, log pi - log q.
-        """
-        curve = self._curve(x)
-        largest, log_sum, probs = _log_partition(curve)
-        mass = probs.sum(-1)  # 1 but for the rounding of a large vocabulary
-        moment = probs * self.ratio
-        mean = moment.sum(-1) / mass
-        variance = moment.mul_(self.ratio).sum(-1) / mass - mean * mean
-        tilt = x[:, None] * mean
-        divergence = tilt - (largest + log_sum).squeeze(-1)
-        far = tilt.abs() > _FAR
-        if not may_ask(x) or bool(far.any()):
-            # nan: -inf - -inf, at pi = 0
-            terms = curve.sub_(largest).sub_(log_sum).sub_(self.old).nan_to_num_(0.0).mul_(probs)
-            divergence = torch.where(far, terms.sum(-1) / mass, divergence)
-        return (self.weight * divergence).sum(-1), x * (self.weight * variance).sum(-1).clamp_min(0)
-
-    def solve(self) -> tuple[Tensor, Tensor]:
-        """x with KL = bound, and where that (and not the end of the curve) determines it, both [G]."""
-        end = self.kl_at_end
-        infinite = torch.isinf(end)  # an old zero: the curve ends without it
-        if not may_ask(end) or bool(infinite.any()):
-            end = torch.where(infinite, self.kl_and_slope(self.scale)[0], end)
-        constrained = end > self.bound
-        # KL(x) <= KL(0) + x^2 / 8 as the ratio has range 1 (Hoeffding): a bracket nobody must search.
-        low = ((self.bound - self.kl_at_zero) * 8 * (1 - 1e-4)).sqrt()
-        low = torch.minimum(low, self.scale)
-        x = solve_increasing(
-            self._evaluate_if(constrained), self.bound, low, self.scale, self._first_guess(end)
-        )
-        return torch.where(constrained, x, self.scale), constrained
-
-    def _first_guess(self, end: Tensor) -> Tensor:
-        """Where a x + b x^2, fitted to sqrt(2 KL) at both ends of the curve, meets the bound."""
-        a = self.variance_at_zero.sqrt()
-        b = ((2 * end).sqrt() / self.scale - a) / self.scale
-        target = (2 * self.bound).sqrt()
-        return 2 * target / (a + (a * a + 4 * b * target).sqrt())
-
-    def _evaluate_if(self, constrained: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Rows without a root report that they have found it, so that no other row waits for them."""
-
-        def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
-            kl, slope = self.kl_and_slope(x)
-            return torch.where(constrained, kl, self.bound), slope
-
-        return evaluate
-
-
-def kl_categorical(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """KL(new || old) in nats of every row, [..., V] -> [...]; infinite where only the old has a zero.
-
-    Rows are normalised on the way, so a constant added to a row changes nothing. A probability too
-    small for the precision counts as zero. float32 at least; differentiable.
-
-    Example:
-        >>> import torch
-        >>> new, old = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
-        >>> round(kl_categorical(new, old).item(), 4)
-        0.1438
-    """
-    dtype = torch.promote_types(torch.promote_types(log_probs.dtype, old_log_probs.dtype), torch.float32)
-    log_new, log_old = _normalised(log_probs.to(dtype)), _normalised(old_log_probs.to(dtype))
-    # 0 log(0/q) = 0 even for q = 0. The inner where keeps the gradient from seeing -inf.
-    zero = log_new.exp() == 0
-    terms = torch.where(zero, 0.0, log_new).exp() * torch.where(zero, 0.0, log_new - log_old)
-    # A NaN anywhere makes a whole row NaN, and must come out.
-    return terms.sum(-1).clamp_min(0)
-
-
-def _normalised(logits: Tensor) -> Tensor:
-    """log_softmax, whose own sum over 10^5 outcomes is off by up to 1e-4 in float32."""
-    shifted = logits - logits.detach().amax(-1, keepdim=True)
-    return shifted - shifted.logsumexp(-1, keepdim=True)
-
-
-def _rows_kl(new: Tensor, old: Tensor) -> Tensor:
-    """What `kl_categorical` returns, [N, V] -> [N], in a fraction of its time and without a gradient."""
-    largest_new, log_sum_new, probs = _log_partition(new)
-    largest_old, log_sum_old, _ = _log_partition(old)
-    mass = probs.sum(-1)
-    offset = log_sum_new - log_sum_old
-    terms = (new - largest_new).sub_(old - largest_old).sub_(offset).mul_(probs)
-    terms.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # 0 times infinity
-    kl = terms.sum(-1).clamp_min_(0) / mass
-    return torch.where(offset.squeeze(-1).isfinite(), kl, torch.nan)
-
-
-def _log_partition(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What to take from logits to normalise them, in two parts, and the probabilities.
-
-    ``logits.logsumexp(-1, keepdim=True)`` is the sum of the two parts, the largest logit and the log
-    of the sum relative to it; apart, they keep their digits. softmax is one fused pass, faster than exp
-    alone, and its largest entry is 1 / sum(exp). It adds up naively, which its own sum corrects.
-    """
-    probs = logits.softmax(-1)
-    largest_prob = probs.amax(-1, keepdim=True) / probs.sum(-1, keepdim=True)
-    return logits.amax(-1, keepdim=True), -largest_prob.log(), probs
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    largest, log_sum, _ = _log_partition(logits)
-    return (logits - largest).sub_(log_sum)
-
-
-def _region_kl(new: Tensor, old: Tensor, weight: Tensor, counted: Tensor | None) -> Tensor:
-    new, old = new.flatten(0, 1), old.flatten(0, 1)
-    size = max(1, _BLOCK_ELEMENTS // new.shape[-1]) if may_ask(new) else new.shape[0]
-    blocks = zip(new.split(size), old.split(size), strict=True)
-    kl = torch.cat([_rows_kl(*block) for block in blocks]).view_as(weight)
-    return (weight * _where(counted, kl, 0.0)).sum(-1)  # what is not counted may be NaN
+    return where(moved, where(free, inner, 0.0), upstream)
 
 
 def _blocks_to_project(active: Tensor, region_size: int) -> list[Any]:
@@ -381,7 +184,7 @@ def _blocks_to_project(active: Tensor, region_size: int) -> list[Any]:
     rows = active.nonzero().squeeze(-1)
     if rows.numel() == 0:
         return []
-    return [_as_slice(block) for block in rows.split(max(1, _BLOCK_ELEMENTS // region_size))]
+    return [_as_slice(block) for block in rows.split(max(1, BLOCK_ELEMENTS // region_size))]
 
 
 def _as_slice(rows: Tensor) -> Tensor | slice:
@@ -390,35 +193,11 @@ def _as_slice(rows: Tensor) -> Tensor | slice:
     return slice(first, last + 1) if last - first + 1 == rows.numel() else rows
 
 
-def _centre(ratio: Tensor, old_probs: Tensor) -> Tensor:
-    """The constant to take from a row of log-ratios, [..., 1].
-
-    It changes nothing but the rounding error, which is smallest with E[u] = 0 near the old policy. An
-    outcome about to vanish must not dictate it, so its part is limited.
-    """
-    mean = (ratio * old_probs).sum(-1, keepdim=True)
-    if may_ask(ratio) and bool((mean.abs() < 8).all()):
-        return mean
-    candidates = torch.where(ratio > _VANISHING / 2, old_probs, -1.0)
-    at_mode = ratio.gather(-1, candidates.argmax(-1, keepdim=True))
-    return at_mode + ((ratio - at_mode).clamp_(-8, 8) * old_probs).sum(-1, keepdim=True)
-
-
-def _surely_finite(values: Tensor) -> bool:
-    """False if a value is infinite, and on accelerators, which cannot be asked without stalling them."""
-    return may_ask(values) and math.isfinite(float(values.sum()))
-
-
 def _moved(active: Tensor, counted: Tensor | None) -> Tensor | None:
     """Which tokens of a block the projection moves, [G, R, 1]; None if all."""
     if counted is not None:
         return (counted & active[:, None])[..., None]
     return None if may_ask(active) else active[:, None, None]
-
-
-def _where(condition: Tensor | None, values: Tensor, other: Tensor | float) -> Tensor:
-    """torch.where in which no condition is one that always holds."""
-    return values if condition is None else torch.where(condition, values, other)
 
 
 def _at(tensor: Tensor | None, rows: Any) -> Tensor | None:
