@@ -243,6 +243,7 @@ def test_the_core_imports_neither_trl_nor_transformers() -> None:
 
 def test_missing_trl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tether.integrations.trl")
+    monkeypatch.delitem(sys.modules, "tether.integrations.trl_config")
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'tether-rl\[llm\]'") as error:
         importlib.import_module("tether.integrations.trl")
@@ -252,6 +253,7 @@ def test_missing_trl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
 def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.delitem(sys.modules, "tether.integrations.trl")
+    monkeypatch.delitem(sys.modules, "tether.integrations.trl_config")
     monkeypatch.setattr(trl, "__version__", version)
     with pytest.raises(MissingDependencyError, match=rf"found {version}.*pip install 'trl>=1.16,<1.17'"):
         importlib.import_module("tether.integrations.trl")
