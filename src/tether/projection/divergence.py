@@ -72,7 +72,7 @@ def log_partition(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Normalised logits, their sum exact over large vocabularies too, where that of torch.log_softmax drifts."""
+    """Normalised logits; the sum stays exact over vocabularies where torch.log_softmax drifts."""
     largest, log_sum, _ = log_partition(logits)
     return (logits - largest).sub_(log_sum)
 
