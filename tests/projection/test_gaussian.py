@@ -19,6 +19,7 @@ from tether.projection import (
     project_diagonal_gaussian,
     project_gaussian,
 )
+from tether.projection.gaussian_covariance import _ProjectFactorByCurve, _ProjectFactorKL
 from tether.projection.gaussian_curves import KullbackLeiblerCurve, WassersteinCurve
 
 F64 = torch.float64
@@ -82,6 +83,30 @@ def test_covariance_meets_the_bound_in_float32_up_to_a_divergence_of_1e4(size: i
     assert result.cov_projected.all()
     kl = kl_gaussian(mean.double(), result.scale_tril.double(), mean.double(), old.double())[1]
     assert ((kl / 5e-4 - 1).abs() <= 1e-5).all()
+
+
+def test_random_extremes_all_end_on_the_bound() -> None:
+    """Policies that ran far away in any direction, old covariances of any size, bounds of any size."""
+    generator = torch.Generator().manual_seed(0)
+
+    def power(low: float, high: float) -> float:
+        return float(10 ** (low + (high - low) * torch.rand((), generator=generator)))
+
+    projected = 0
+    for seed in range(150):
+        size = int(torch.randint(1, 20, (), generator=generator))
+        old = random_factor(2, size, seed=seed, spread=power(-2, 1)) * power(-4, 2)
+        new = old @ random_factor(2, size, seed=seed + 1000, spread=power(-2, 2)) * power(-3, 3)
+        mean, bound = torch.zeros(2, size, dtype=F64), power(-6, 2)
+        result = project_gaussian(mean, new.requires_grad_(), mean, old, 0.1, bound)
+        kl = kl_gaussian(mean, result.scale_tril, mean, old)[1]
+        active = result.cov_projected
+        projected += int(active.sum())
+        assert ((kl[active] / bound - 1).abs() <= 1e-9).all()
+        assert (kl <= bound * (1 + 1e-9)).all()
+        result.scale_tril.sum().backward()
+        assert torch.isfinite(new.grad).all()
+    assert projected > 200
 
 
 def test_shrinking_covariances_meet_the_bound_too() -> None:
@@ -261,6 +286,24 @@ def test_float32_gradient_agrees_with_float64(size: int) -> None:
     assert (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[1].norm()
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0, 100.0])
+def test_the_factorisation_path_equals_the_eigenbasis_path(spread: float) -> None:
+    """Two derivations of one projection, forward and backward."""
+    old = random_factor(3, 9, seed=0)
+    weight = random_factor(3, 9, seed=2)
+    results = []
+    for project in (
+        _ProjectFactorKL.apply,
+        lambda *a: _ProjectFactorByCurve.apply(*a[:2], KullbackLeiblerCurve(), a[2]),
+    ):
+        new = (old @ random_factor(3, 9, seed=1, spread=spread)).requires_grad_()
+        projected, kl = project(new, old, 5e-4)
+        (projected * weight).sum().backward()
+        results.append((projected, kl, new.grad))
+    for first, second in zip(*results, strict=True):
+        assert torch.allclose(first, second, rtol=1e-8, atol=1e-11)
+
+
 # ----------------------------------------------------------------------- broadcasting and the diagonal
 
 
@@ -406,7 +449,7 @@ def test_entropy_bound_is_differentiable() -> None:
         mean = torch.zeros(3, dtype=F64)
         return project_gaussian(mean, tril_parameter(raw), mean, old, 0.1, 0.01, entropy_bound=9.0).scale_tril
 
-    assert float(gaussian_entropy(project(raw))) == pytest.approx(9.0)
+    assert gaussian_entropy(project(raw)).item() == pytest.approx(9.0)
     assert torch.autograd.gradcheck(project, (raw,), eps=1e-6, atol=1e-6, rtol=1e-4)
 
 

@@ -38,6 +38,10 @@ class CriticConfig:
     normalise_targets: bool = False
     """Whether the network predicts values in running standard deviations around their running mean."""
 
+    time_input: bool = False
+    """Whether the critic of states also sees how much of the episode is over. What is still to come
+    depends on it, but the paper's critic is not told."""
+
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:
             raise ConfigError(

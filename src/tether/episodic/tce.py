@@ -29,16 +29,24 @@ class TCE(EpisodicAgent):
     """
 
     def _critic_input_size(self) -> int:
-        return self.spec.observation_size
+        return self.spec.observation_size + self.config.critic.time_input
+
+    def _critic_inputs(self, episodes: Episodes) -> torch.Tensor:
+        """The state before each step, [E, T, O], and the time if the critic is told."""
+        observations = self._tensor(episodes.observations[:, :-1])
+        if not self.config.critic.time_input:
+            return observations
+        passed = torch.linspace(0.0, 1.0, observations.shape[1], dtype=self.dtype)
+        return torch.cat((observations, passed[:, None].expand(*observations.shape[:2], 1)), dim=-1)
 
     def update(self, plan: Plan, episodes: Episodes, progress: float) -> dict[str, float]:
         started = time.perf_counter()
         config = self.config.update
-        observations = self._tensor(episodes.observations[:, :-1])
+        states = self._critic_inputs(episodes)
         rewards = self._tensor(episodes.rewards)
-        self.critic.observe(observations)
+        self.critic.observe(states)
         with torch.no_grad():
-            values = self.critic(observations)
+            values = self.critic(states)
         targets = gae_returns(rewards, values, gamma=config.gamma, gae_lambda=config.gae_lambda)
         points = self._draw_points()
         advantages = segment_advantages(
@@ -46,7 +54,7 @@ class TCE(EpisodicAgent):
         )
         advantages = normalised(advantages)
         self._set_learning_rates(progress)
-        critic_loss = self.critic.fit(self.critic_optimizer, observations.flatten(0, 1), targets.flatten())
+        critic_loss = self.critic.fit(self.critic_optimizer, states.flatten(0, 1), targets.flatten())
         critic_seconds = time.perf_counter() - started
 
         basis = self.basis.positions.to(self.dtype)

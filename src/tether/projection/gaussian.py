@@ -1,8 +1,7 @@
 """Projection of Gaussian policies onto separate trust regions of mean and covariance.
 
-The covariance moves along one of the curves of `gaussian_curves.py`; this file carries it into the
-coordinates in which such a curve is a function of eigenvalues, and differentiates the result in
-closed form. Everything is computed in float64, whatever the inputs: the matrices are small and the
+This file has the mean's part, the entropy bound and the checks; `gaussian_covariance.py` moves the
+covariance. Everything is computed in float64, whatever the inputs: the matrices are small and the
 divergences that matter (1e-4 nats) are differences of much larger numbers.
 """
 
@@ -10,23 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.projection.gaussian_curves import (
-    CovarianceCurve,
-    KullbackLeiblerCurve,
-    WassersteinCurve,
-    x_minus_log1p,
+from tether.projection.gaussian_covariance import (
+    GaussianMethod,
+    kl_of_whitened_factor,
+    project_factor,
+    project_scale,
 )
-
-GaussianMethod = Literal["kl", "wasserstein", "frobenius"]
-
-_CURVES: dict[str, CovarianceCurve] = {"kl": KullbackLeiblerCurve(), "wasserstein": WassersteinCurve()}
+from tether.projection.gaussian_curves import x_minus_log1p
 
 
 @dataclass(frozen=True)
@@ -105,10 +99,7 @@ def project_gaussian(
     distance = _whiten(mean.double() - old_mean.double(), old_scale_tril.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
     factors = _flatten_together(scale_tril, old_scale_tril, 2)
-    if method == "frobenius":
-        factor, cov_kl = _project_frobenius(factors.new, factors.old, cov_bound)
-    else:
-        factor, cov_kl = _ProjectFactor.apply(factors.new, factors.old, _CURVES[method], float(cov_bound))
+    factor, cov_kl = project_factor(factors.new, factors.old, cov_bound, method)
     factor, cov_kl = factors.restore(factor), factors.restore(cov_kl)
     if entropy_bound is not None:
         factor = _widen(factor, gaussian_entropy(factor.double()), entropy_bound, factor.shape[-1], 2)
@@ -158,10 +149,7 @@ def project_diagonal_gaussian(
     distance = ((mean.double() - old_mean.double()) / old_scale.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
     scales = _flatten_together(scale, old_scale, 1)
-    if method == "frobenius":
-        projected, cov_kl = _project_frobenius_diagonal(scales.new, scales.old, cov_bound)
-    else:
-        projected, cov_kl = _ProjectScale.apply(scales.new, scales.old, _CURVES[method], float(cov_bound))
+    projected, cov_kl = project_scale(scales.new, scales.old, cov_bound, method)
     projected, cov_kl = scales.restore(projected), scales.restore(cov_kl)
     if entropy_bound is not None:
         entropy = diagonal_gaussian_entropy(projected.double())
@@ -189,7 +177,7 @@ def kl_gaussian(
     old = old_scale_tril.double()
     mean_part = 0.5 * _whiten(mean.double() - old_mean.double(), old).square().sum(-1)
     factor = torch.linalg.solve_triangular(old, scale_tril.double(), upper=False)
-    return mean_part.to(dtype), _kl_of_whitened_factor(factor).to(dtype)
+    return mean_part.to(dtype), kl_of_whitened_factor(factor).to(dtype)
 
 
 def kl_diagonal_gaussian(
@@ -224,149 +212,6 @@ def gaussian_entropy(scale_tril: Tensor) -> Tensor:
 def diagonal_gaussian_entropy(scale: Tensor) -> Tensor:
     """Entropy in nats of a Gaussian with standard deviations [..., W] -> [...]."""
     return scale.log().sum(-1) + 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
-
-
-# ---------------------------------------------------------------------------------------- covariance
-
-
-class _ProjectFactor(torch.autograd.Function):
-    """Cholesky factor [N, W, W] in, Cholesky factor out; also the divergence before, [N], in float64.
-
-    With R = L_o⁻¹ L, R Rᵀ = U diag(lam) Uᵀ and S = U diag(v(lam, s)) Uᵀ, the projected factor is
-    L_o chol(S): a product of lower triangular matrices, whose second one is close to the identity and so
-    loses no digits to the conditioning of the covariances.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, factor: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        old = old.double()
-        ratio = torch.linalg.solve_triangular(old, factor.double(), upper=False)
-        if isinstance(curve, KullbackLeiblerCurve):  # needs no eigenvalues, so only few rows need them
-            divergence = _kl_of_whitened_factor(ratio)
-        else:
-            divergence = curve.divergence(torch.linalg.svdvals(ratio).square())
-        rows = (divergence > bound).nonzero().squeeze(-1)
-        output = factor.clone()
-        ctx.curve, ctx.rows = curve, rows
-        ctx.mark_non_differentiable(divergence)
-        if rows.numel() == 0:
-            return output, divergence
-        ratio, old = ratio[rows], old[rows]
-        lam, basis = _eigen(ratio)
-        step = curve.step(lam, torch.full_like(lam[:, 0], bound))
-        inner = (basis * curve.ratios(lam, step)[:, None, :]) @ basis.mT
-        root = torch.linalg.cholesky(inner)
-        output[rows] = (old @ root).to(output.dtype)
-        ctx.save_for_backward(ratio, old, lam, basis, step, root)
-        return output, divergence
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
-        if grad is None or ctx.rows.numel() == 0:
-            return grad, None, None, None
-        ratio, old, lam, basis, step, root = ctx.saved_tensors
-        curve: CovarianceCurve = ctx.curve
-        grad_root = (old.mT @ grad[ctx.rows].double()).tril()
-        upstream = basis.mT @ _cholesky_gradient(root, grad_root) @ basis
-        # dL/dM in the eigenbasis: the move at a fixed step, and what the lam do to the step.
-        inner = upstream * curve.quotient(lam[:, :, None], lam[:, None, :], step)
-        along = (upstream.diagonal(dim1=-2, dim2=-1) * curve.slope(lam, step)).sum(-1, keepdim=True)
-        inner = inner + torch.diag_embed(along * curve.step_gradient(lam, step))
-        grad_ratio = 2 * (basis @ inner @ basis.mT) @ ratio
-        grad_factor = torch.linalg.solve_triangular(old.mT, grad_ratio, upper=True)
-        grad_in = grad.clone()
-        grad_in[ctx.rows] = grad_factor.tril().to(grad.dtype)
-        return grad_in, None, None, None
-
-
-class _ProjectScale(torch.autograd.Function):
-    """`_ProjectFactor` for diagonal covariances: standard deviations [N, W] in and out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scale: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        old = old.double()
-        ratio = scale.double() / old
-        divergence = curve.divergence(ratio.square())
-        rows = (divergence > bound).nonzero().squeeze(-1)
-        output = scale.clone()
-        ctx.curve, ctx.rows = curve, rows
-        ctx.mark_non_differentiable(divergence)
-        if rows.numel() == 0:
-            return output, divergence
-        ratio, old = ratio[rows], old[rows]
-        lam = ratio.square()
-        step = curve.step(lam, torch.full_like(lam[:, 0], bound))
-        root = curve.ratios(lam, step).sqrt()
-        output[rows] = (old * root).to(output.dtype)
-        ctx.save_for_backward(ratio, old, step, root)
-        return output, divergence
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
-        if grad is None or ctx.rows.numel() == 0:
-            return grad, None, None, None
-        ratio, old, step, root = ctx.saved_tensors
-        curve: CovarianceCurve = ctx.curve
-        lam = ratio.square()
-        upstream = grad[ctx.rows].double() * old / (2 * root)  # with respect to v
-        along = (upstream * curve.slope(lam, step)).sum(-1, keepdim=True)
-        inner = upstream * curve.quotient(lam, lam, step) + along * curve.step_gradient(lam, step)
-        grad_in = grad.clone()
-        grad_in[ctx.rows] = (inner * 2 * ratio / old).to(grad.dtype)
-        return grad_in, None, None, None
-
-
-def _eigen(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues [N, W] and eigenvectors of ratio ratioᵀ, kept positive where rounding would not."""
-    lam, basis = torch.linalg.eigh(ratio @ ratio.mT)
-    return torch.maximum(lam, lam[:, -1:] * torch.finfo(lam.dtype).eps), basis
-
-
-def _cholesky_gradient(root: Tensor, grad_root: Tensor) -> Tensor:
-    """Gradient with respect to the symmetric matrix whose Cholesky factor `root` has `grad_root`."""
-    inner = (root.mT @ grad_root).tril()
-    inner = inner - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
-    half = torch.linalg.solve_triangular(root.mT, inner, upper=True)
-    grad = torch.linalg.solve_triangular(root, half, upper=False, left=False)
-    return 0.5 * (grad + grad.mT)
-
-
-def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Interpolated covariances; the distance grows linearly with the step, so there is nothing to solve."""
-    old_cov = old.double() @ old.double().mT
-    change = factor.double() @ factor.double().mT - old_cov
-    distance = change.square().sum((-1, -2))
-    active = distance > bound
-    step = (bound / torch.where(active, distance, 1.0)).sqrt()
-    step = torch.where(active, step, 0.0)[:, None, None]
-    projected = torch.linalg.cholesky(old_cov + step * change)
-    return torch.where(active[:, None, None], projected.to(factor.dtype), factor), distance.detach()
-
-
-def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    old_variance = old.double().square()
-    change = scale.double().square() - old_variance
-    distance = change.square().sum(-1)
-    active = distance > bound
-    step = (bound / torch.where(active, distance, 1.0)).sqrt()
-    step = torch.where(active, step, 0.0)[:, None]
-    projected = (old_variance + step * change).sqrt()
-    return torch.where(active[:, None], projected.to(scale.dtype), scale), distance.detach()
-
-
-def _kl_of_whitened_factor(ratio: Tensor) -> Tensor:
-    """KL(N(0, R Rᵀ) ‖ N(0, I)) of lower triangular R, [..., W, W] -> [...]."""
-    diagonal = ratio.diagonal(dim1=-2, dim2=-1)
-    below = ratio.tril(-1).square().sum((-1, -2))
-    return 0.5 * (x_minus_log1p((diagonal - 1) * (diagonal + 1)).sum(-1) + below)
 
 
 # ---------------------------------------------------------------------------------- mean and entropy
@@ -468,12 +313,13 @@ def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> N
             f"{tuple(mean.shape)}, got {tuple(scale.shape)}."
         )
     diagonal = scale.diagonal(dim1=-2, dim2=-1) if matrix else scale
-    if not bool((torch.isfinite(scale).all()) & (diagonal > 0).all()):
+    # A sum is finite only if all its terms are.
+    if not bool(torch.isfinite(scale.sum()) & (diagonal > 0).all()):
         raise InvalidInputError(
             f"{name} must be finite with a positive {'diagonal' if matrix else 'value everywhere'}; its "
             f"smallest is {diagonal.min().item():.3g}. Parametrise it with softplus plus a minimum."
         )
-    if matrix and bool((scale.triu(1) != 0).any()):
+    if matrix and bool(scale.triu(1).any()):
         raise InvalidInputError(
             f"{name} has entries above its diagonal. Pass the Cholesky factor (torch.linalg.cholesky), "
             "not the covariance."

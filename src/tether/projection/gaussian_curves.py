@@ -16,8 +16,8 @@ from torch import Tensor
 from tether.projection.solve import solve_increasing
 
 # Below this the closed form x - log(1 + x) has lost more digits than the series has terms.
-_SERIES_RADIUS = 0.02
-_SERIES_TERMS = 9
+_SERIES_RADIUS = 2e-3
+_SERIES_TERMS = 5
 
 
 class CovarianceCurve(Protocol):

@@ -1,0 +1,268 @@
+"""TCE and BBRL: what one update does, and that both learn a task small enough for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tether.episodic.agent import EpisodicAgent, Plan
+from tether.episodic.config import (
+    Algorithm,
+    EpisodicConfig,
+    TrustRegionConfig,
+    UpdateConfig,
+    config_from_dict,
+)
+from tether.episodic.critic import Critic, CriticConfig
+from tether.episodic.evaluate import evaluate_agent
+from tether.episodic.policy import PolicyConfig
+from tether.episodic.presets import PRESETS, preset
+from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.sampler import Episodes, EpisodeSampler
+from tether.episodic.train import build_agent
+from tether.errors import CheckpointError, ConfigError, InvalidInputError
+from tether.experiments.files import dump_json, load_json
+
+ENV = "tether/PointReach-v0"
+
+
+def small_config(algo: Algorithm = "tce", **changes: Any) -> EpisodicConfig:
+    """Seconds on one core."""
+    config = EpisodicConfig(
+        env_id=ENV,
+        algo=algo,
+        iterations=40,
+        episodes=32,
+        num_workers=0,
+        precision="float64",
+        motion=ProDMPConfig(2, 0.5, 15.0, 3.0, weights_scale=0.3, relative_goal=True),
+        policy=PolicyConfig((32,), "tanh", init_std=0.5),
+        critic=CriticConfig((32,), "tanh", learning_rate=3e-3, epochs=20),
+        trust_region=TrustRegionConfig(0.1, 0.02),
+        update=UpdateConfig(learning_rate=3e-3, epochs=10, segment_points=10),
+    )
+    return replace(config, **changes)
+
+
+@pytest.fixture
+def sampler() -> Iterator[EpisodeSampler]:
+    with EpisodeSampler(ENV, num_workers=0, seed=0) as sampler:
+        yield sampler
+
+
+def tried(agent: EpisodicAgent, sampler: EpisodeSampler) -> tuple[Plan, Episodes]:
+    plan = agent.plan(sampler.reset(agent.config.episodes))
+    return plan, sampler.execute(plan.positions, plan.velocities)
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+def test_learns_to_reach_a_point(algo: Algorithm, sampler: EpisodeSampler) -> None:
+    """The untrained robot stays at the centre, half a unit from the goal at each of 50 steps."""
+    config = small_config(algo, iterations=60 if algo == "tce" else 100)
+    agent = build_agent(config, sampler.spec)
+    before = evaluate_agent(agent, sampler, 32).returns.mean()
+    for iteration in range(config.iterations):
+        agent.update(*tried(agent, sampler), progress=iteration / config.iterations)
+    after = evaluate_agent(agent, sampler, 32).returns.mean()
+    assert -45 < before < -30
+    assert after > -22
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+def test_a_motion_that_earned_more_becomes_more_likely(algo: Algorithm, sampler: EpisodeSampler) -> None:
+    agent = build_agent(small_config(algo), sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    rewards = np.zeros_like(episodes.rewards)
+    rewards[0] = 1.0  # one episode is better than the rest, all along
+    agent.update(plan, replace(episodes, rewards=rewards), progress=0.0)
+    after = agent.policy(plan.inputs).log_prob(plan.weights) - plan.distribution.log_prob(plan.weights)
+    assert after[0] > 0.5
+    assert after[1:].mean() < 0
+
+
+def test_the_last_reward_moves_the_policy_only_if_asked(sampler: EpisodeSampler) -> None:
+    def policy_after(last_reward: float, include: bool) -> torch.Tensor:
+        config = small_config()
+        config = replace(config, update=replace(config.update, include_last_reward=include))
+        agent = build_agent(config, sampler.spec)
+        sampler.set_random_state({"seed": 0, "episodes_drawn": 0})
+        plan, episodes = tried(agent, sampler)
+        episodes.rewards[::2, -1] += last_reward
+        agent.update(plan, episodes, progress=0.0)
+        return torch.nn.utils.parameters_to_vector(agent.policy.parameters()).detach()
+
+    assert torch.equal(policy_after(0.0, include=False), policy_after(9.0, include=False))
+    assert not torch.equal(policy_after(0.0, include=True), policy_after(9.0, include=True))
+
+
+def test_the_network_follows_its_projection(sampler: EpisodeSampler) -> None:
+    """With nothing to gain, the regression alone pulls a network outside the region towards its border."""
+    config = small_config(update=UpdateConfig(learning_rate=1e-2, epochs=200, segment_points=10))
+    agent = build_agent(config, sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    with torch.no_grad():
+        agent.policy.network[-1].bias += 3.0  # type: ignore[operator, union-attr]
+    before = agent.policy(plan.inputs).kl(plan.distribution)[0]
+    # Episodes that are all alike have no advantages.
+    same = replace(
+        episodes,
+        rewards=np.ones_like(episodes.rewards),
+        observations=np.repeat(episodes.observations[:1], config.episodes, axis=0),
+    )
+    agent.update(plan, same, progress=0.0)
+    after = agent.policy(plan.inputs).kl(plan.distribution)[0]
+    assert (before > 1.0).all()
+    assert after.mean() < 0.2
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_bbrl_leaves_a_covariance_within_the_bound(covariance: str, sampler: EpisodeSampler) -> None:
+    config = small_config(
+        "bbrl",
+        policy=PolicyConfig((32,), covariance=covariance),  # type: ignore[arg-type]
+        trust_region=TrustRegionConfig(0.1, 1e-4),
+        update=UpdateConfig(learning_rate=3e-2, epochs=20),
+    )
+    agent = build_agent(config, sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    metrics = agent.update(plan, episodes, progress=0.0)
+    after = agent.policy(plan.inputs).kl(plan.distribution)[1].item()
+    assert metrics["kl_cov_part"] > 1e-4
+    assert metrics["projected_cov"] == 1.0
+    assert after == pytest.approx(1e-4, rel=1e-6)
+
+
+def test_entropy_does_not_fall_below_its_scheduled_bound(sampler: EpisodeSampler) -> None:
+    """A bound that does not move yet keeps BBRL's covariance at the initial entropy or above."""
+    config = small_config(
+        "bbrl",
+        trust_region=TrustRegionConfig(0.1, 0.5, target_entropy=-10.0),
+        update=UpdateConfig(learning_rate=3e-2, epochs=20),
+    )
+    for progress, held in ((0.0, True), (1.0, False)):
+        agent = build_agent(config, sampler.spec)
+        plan, episodes = tried(agent, sampler)
+        with torch.no_grad():
+            agent.policy.scale_parameters -= 0.5
+        agent.update(plan, episodes, progress=progress)
+        entropy = agent.policy(plan.inputs).entropy().item()
+        assert (entropy >= agent.initial_entropy - 1e-9) is held
+
+
+def test_learning_rates_follow_the_line_to_their_last_fraction(sampler: EpisodeSampler) -> None:
+    agent = build_agent(small_config(), sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    for progress, factor in ((0.0, 1.0), (0.5, 0.505), (1.0, 0.01)):
+        metrics = agent.update(plan, episodes, progress=progress)
+        assert metrics["learning_rate"] == pytest.approx(3e-3 * factor)
+        assert agent.critic_optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * factor)
+
+
+def test_a_deterministic_plan_is_the_mean_and_starts_where_the_robot_is(sampler: EpisodeSampler) -> None:
+    agent = build_agent(small_config(), sampler.spec)
+    starts = sampler.reset(3)
+    first, second = (agent.plan(starts, deterministic=True) for _ in range(2))
+    assert torch.equal(first.weights, agent.policy(first.inputs).mean)
+    assert np.array_equal(first.positions, second.positions)
+    assert np.abs(first.positions[:, 0] - starts.positions).max() < 0.01
+    assert not np.allclose(agent.plan(starts).positions, first.positions)
+
+
+def test_the_policy_sees_what_it_is_configured_to_see(sampler: EpisodeSampler) -> None:
+    starts = sampler.reset(2)
+    for name, seen in (("observation", starts.observations), ("context", starts.contexts)):
+        agent = build_agent(small_config(policy_input=name), sampler.spec)
+        assert np.array_equal(agent.plan(starts).inputs.numpy(), seen)
+
+
+def test_critic_fits_a_function_and_normalised_targets_reach_a_large_offset() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 2, generator=generator)
+    targets = 3000 + 100 * inputs[:, 0] * inputs[:, 1]
+    errors = []
+    for normalise in (False, True):
+        config = CriticConfig((32,), "tanh", learning_rate=1e-2, epochs=300, normalise_targets=normalise)
+        critic = Critic(config, 2, generator=torch.Generator().manual_seed(0))
+        critic.observe(inputs)
+        critic.fit(torch.optim.Adam(critic.network.parameters(), lr=1e-2), inputs, targets)
+        with torch.no_grad():
+            errors.append((critic(inputs) - targets).square().mean().sqrt().item())
+    assert errors[1] < 15
+    assert errors[0] > 1000  # the reason for the option: 300 steps of Adam cannot reach 3000
+    with pytest.raises(InvalidInputError, match="targets hold NaN"):
+        critic.fit(torch.optim.Adam(critic.network.parameters()), inputs, targets * torch.nan)
+
+
+def test_state_of_another_environment_algorithm_or_size_is_refused(sampler: EpisodeSampler) -> None:
+    agent = build_agent(small_config(), sampler.spec)
+    state = agent.state_dict()
+    agent.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="checkpoint is of algo 'bbrl', but this is 'tce'"):
+        agent.load_state_dict(build_agent(small_config("bbrl"), sampler.spec).state_dict())
+    with pytest.raises(CheckpointError, match="checkpoint is of env_id 'other'"):
+        agent.load_state_dict(state | {"env_id": "other"})
+    wider = build_agent(small_config(policy=PolicyConfig((64,))), sampler.spec)
+    with pytest.raises(CheckpointError, match="networks of other sizes"):
+        agent.load_state_dict(wider.state_dict())
+    with pytest.raises(CheckpointError, match="Not an episodic agent's state"):
+        agent.load_state_dict({"weights": 1})
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_survive_json(name: str) -> None:
+    config = preset(name)
+    assert config_from_dict(load_json(dump_json(config.as_dict()))) == config
+
+
+def test_presets_hold_the_papers_table() -> None:
+    """Spot checks of the published appendix, one row a task."""
+    metaworld, box, hopper = (
+        preset(f"{name}-paper") for name in ("metaworld", "box-pushing-dense", "hopper-jump")
+    )
+    tennis = preset("table-tennis-paper")
+    table = [
+        (
+            c.motion.num_basis, c.motion.tau, c.motion.alpha, c.episodes, c.iterations,
+            c.trust_region.mean_bound, c.trust_region.cov_bound, c.update.learning_rate, c.precision,
+        )
+        for c in (metaworld, box, hopper, tennis)
+    ]  # fmt: skip
+    assert table == [
+        (8, 5.0, 10.0, 16, 7600, 0.005, 0.0005, 3e-4, "float32"),
+        (8, 2.0, 10.0, 152, 7500, 0.05, 0.0005, 3e-4, "float64"),
+        (3, 0.8, 10.0, 64, 3000, 0.1, 0.02, 1e-4, "float64"),
+        (3, 0.75, 25.0, 76, 12000, 0.005, 0.00025, 3e-4, "float32"),
+    ]
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown preset 'hopper'\. Known: .*hopper-jump-quick"):
+        preset("hopper")
+    with pytest.raises(ConfigError, match="has no tasks"):
+        preset("hopper-jump-quick:reach-v3")
+    with pytest.raises(ConfigError, match=r"algo is one of .* got 'ppo'"):
+        EpisodicConfig(ENV, algo="ppo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
+        EpisodicConfig(ENV, episodes=0)
+    with pytest.raises(ConfigError, match="num_workers"):
+        EpisodicConfig(ENV, num_workers=-1)
+    with pytest.raises(ConfigError, match=r"mean_bound and cov_bound must be positive.*-1"):
+        TrustRegionConfig(mean_bound=-1)
+    with pytest.raises(ConfigError, match=r"final_learning_rate_fraction must lie in \(0, 1\]"):
+        UpdateConfig(final_learning_rate_fraction=0.0)
+    with pytest.raises(ConfigError, match=r"Unknown setting motion\.taus"):
+        config_from_dict({"env_id": ENV, "motion": {"taus": 1.0}})
+    with pytest.raises(ConfigError, match=r"Settings are missing.*env_id"):
+        config_from_dict({"seed": 1})
+
+
+def test_more_cuts_than_steps_are_refused(sampler: EpisodeSampler) -> None:
+    agent = build_agent(small_config(update=UpdateConfig(segment_points=51)), sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    with pytest.raises(ConfigError, match="50 steps is cut at 2 to 50 points"):
+        agent.update(plan, episodes, progress=0.0)

@@ -1,0 +1,230 @@
+"""The training loop: what it writes, and that neither crashes nor evaluations change a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tether.episodic.config import EpisodicConfig, TrustRegionConfig, UpdateConfig
+from tether.episodic.critic import CriticConfig
+from tether.episodic.envs.point_reach import PointReachEnv
+from tether.episodic.evaluate import evaluate_agent
+from tether.episodic.policy import PolicyConfig
+from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.train import load_agent, load_config, train
+from tether.errors import CheckpointError, ConfigError, SimulationError
+from tether.experiments import RunFolder
+
+TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
+
+
+def tiny(**changes: Any) -> EpisodicConfig:
+    config = EpisodicConfig(
+        env_id="tether/PointReach-v0",
+        seed=3,
+        iterations=6,
+        episodes=4,
+        num_workers=0,
+        motion=ProDMPConfig(2, 0.5, relative_goal=True),
+        policy=PolicyConfig((8,)),
+        critic=CriticConfig((8,), epochs=2, normalise_targets=True),
+        trust_region=TrustRegionConfig(0.05, 0.01, target_entropy=-1.0),
+        update=UpdateConfig(epochs=2, segment_points=5),
+        evaluate_every=2,
+        evaluation_episodes=3,
+        checkpoint_every=2,
+    )
+    return replace(config, **changes)
+
+
+def content(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics and evaluations without the times."""
+    folder = RunFolder.open(run)
+    lines = folder.metrics(), folder.evals()
+    metrics, evals = ([{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in lines)
+    return metrics, evals
+
+
+def final_state(run: Path) -> dict[str, Any]:
+    checkpoint = RunFolder.open(run).latest_checkpoint()
+    assert checkpoint is not None
+    state = torch.load(checkpoint.path / "state.pt", weights_only=True)
+    assert isinstance(state, dict)
+    return state
+
+
+def assert_same_state(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_same_state(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for left, right in zip(first, second, strict=True):
+            assert_same_state(left, right)
+    else:
+        assert first == second
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(tiny(), out)
+    return out
+
+
+def test_a_run_folder_holds_every_iteration_and_evaluation(uninterrupted: Path) -> None:
+    run = RunFolder.open(uninterrupted)
+    metrics, evals = run.metrics(), run.evals()
+    assert run.finished
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["env_steps"] for row in metrics] == [200 * i for i in range(1, 7)]
+    assert [(row["step"], row["env_steps"]) for row in evals] == [(0, 0), (2, 400), (4, 800), (6, 1200)]
+    promised = {
+        "return_mean", "success", "kl_mean_part", "kl_cov_part", "entropy", "projected", "critic_loss",
+        "sampling_seconds", "critic_seconds", "policy_seconds", "learning_rate",
+    }  # fmt: skip
+    assert promised <= metrics[0].keys()
+    assert {"success_greedy", "return_greedy"} <= evals[0].keys()
+    assert all(np.isfinite(value) for row in metrics for value in row.values())
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [4, 6]
+
+
+def test_the_same_seed_repeats_the_run_and_another_does_not(uninterrupted: Path, tmp_path: Path) -> None:
+    train(tiny(), tmp_path / "again")
+    train(tiny(seed=4), tmp_path / "other")
+    assert content(tmp_path / "again") == content(uninterrupted)
+    assert_same_state(final_state(tmp_path / "again"), final_state(uninterrupted))
+    assert content(tmp_path / "other") != content(uninterrupted)
+
+
+def test_evaluations_do_not_change_training(uninterrupted: Path, tmp_path: Path) -> None:
+    train(tiny(evaluate_every=1, evaluation_episodes=5), tmp_path / "run")
+    assert content(tmp_path / "run")[0] == content(uninterrupted)[0]
+
+
+@pytest.mark.parametrize("crash_at", [1, 3, 5])
+def test_a_crashed_run_resumes_to_the_same_end(uninterrupted: Path, tmp_path: Path, crash_at: int) -> None:
+    def crash(step: int, metrics: dict[str, float]) -> None:
+        if step == crash_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), tmp_path / "run", report=crash)
+    assert len(content(tmp_path / "run")[0]) == crash_at
+    train(tiny(), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == content(uninterrupted)
+    assert_same_state(final_state(tmp_path / "run"), final_state(uninterrupted))
+
+
+def test_kill_9_and_resume_reproduce_the_run(uninterrupted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = textwrap.dedent(
+        f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_training import tiny, train
+        train(tiny(), {str(out)!r}, report=lambda step, metrics: time.sleep(0.3))
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "step-000002" / "COMPLETE").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not RunFolder.open(out).finished
+    train(tiny(), out, resume=True)
+    assert content(out) == content(uninterrupted)
+    assert_same_state(final_state(out), final_state(uninterrupted))
+
+
+def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
+    before = content(uninterrupted)
+    train(tiny(), uninterrupted, resume=True)
+    assert content(uninterrupted) == before
+
+
+def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path) -> None:
+    with pytest.raises(CheckpointError, match="episodes: 4 then, 5 now"):
+        train(tiny(episodes=5), uninterrupted, resume=True)
+    with pytest.raises(CheckpointError, match="already holds a finished run"):
+        train(tiny(), uninterrupted)
+
+
+def test_a_trained_agent_is_loaded_and_evaluates_as_recorded(uninterrupted: Path) -> None:
+    with EpisodeSampler("tether/PointReach-v0") as sampler:
+        agent = load_agent(uninterrupted, sampler.spec)
+        result = evaluate_agent(agent, sampler, 3)
+        earlier = evaluate_agent(load_agent(uninterrupted, sampler.spec, step=4), sampler, 3)
+    recorded = {row["step"]: row["return_greedy"] for row in RunFolder.open(uninterrupted).evals()}
+    assert result.returns.mean() == recorded[6]
+    assert earlier.returns.mean() == recorded[4]
+    assert load_config(uninterrupted) == tiny()
+
+
+def test_a_checkpoint_of_another_environment_or_step_is_refused(uninterrupted: Path, tmp_path: Path) -> None:
+    with EpisodeSampler("tether/PointReach-v0") as sampler:
+        spec = sampler.spec
+    with pytest.raises(CheckpointError, match=r"was trained in tether/PointReach-v0; .*tether/HopperJump-v0"):
+        load_agent(uninterrupted, replace(spec, env_id="tether/HopperJump-v0"))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; it has those of steps \[4, 6\]"):
+        load_agent(uninterrupted, spec, step=5)
+    with RunFolder.create(tmp_path / "llm", kind="llm", label="troll", seed=0, settings={}):
+        pass
+    with pytest.raises(CheckpointError, match="kind 'llm', not an episodic one"):
+        load_config(tmp_path / "llm")
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    train(tiny(iterations=2), tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step-000002" / "state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    with (
+        EpisodeSampler("tether/PointReach-v0") as sampler,
+        pytest.raises(CheckpointError, match=r"state\.pt is not a training state"),
+    ):
+        load_agent(tmp_path / "run", sampler.spec)
+
+
+def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resumable(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, steps = PointReachEnv.step, 0
+
+    def step(self: PointReachEnv, action: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        observation, reward, *rest = plain(self, action)
+        return observation, float("nan") if steps == 930 else reward, *rest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PointReachEnv, "step", step)
+        with pytest.raises(SimulationError, match=r"not finite at step \d+ of the episode"):
+            train(tiny(), tmp_path / "run")
+    assert 0 < len(content(tmp_path / "run")[0]) < 6
+    train(tiny(), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == content(uninterrupted)
+
+
+def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown environment 'tether/Nowhere-v0'\. Known: "):
+        train(tiny(env_id="tether/Nowhere-v0"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
