@@ -15,7 +15,7 @@ import tempfile
 import torch
 from datasets import Dataset
 
-from tether.integrations.trl import TROLLConfig, TROLLTrainer  # was: from trl import GRPOConfig, GRPOTrainer
+from tether import TROLLConfig, TROLLTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 from tether.llm.models import embedded_model_path
 
 

@@ -222,7 +222,7 @@ class TROLLTrainer(OldPolicyTrainer):
 
     Example:
         ```python
-        from tether.integrations.trl import TROLLConfig, TROLLTrainer
+        from tether import TROLLConfig, TROLLTrainer
 
         trainer = TROLLTrainer(
             model="Qwen/Qwen3-0.6B",
