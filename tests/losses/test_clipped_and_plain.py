@@ -16,7 +16,6 @@ import oracles
 from tether.errors import InvalidInputError
 from tether.losses import LOSSES, ppo_clip, troll, unclipped
 
-
 METHODS = ("ppo_clip", "troll", "unclipped")
 
 
