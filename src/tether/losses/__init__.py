@@ -4,15 +4,37 @@ from collections.abc import Callable
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
+from tether.losses.cispo import cispo
+from tether.losses.clip_cov import clip_cov
+from tether.losses.dppo import dppo
+from tether.losses.gmpo import gmpo
+from tether.losses.gspo import gspo
+from tether.losses.kl_cov import kl_cov
+from tether.losses.kl_penalty import kl_penalty
 from tether.losses.ppo_clip import ppo_clip
+from tether.losses.pspo import pspo
+from tether.losses.sapo import sapo
+from tether.losses.trm import trm
 from tether.losses.troll import ProjectedTokens, project_tokens, troll
 from tether.losses.unclipped import unclipped
+from tether.losses.vespo import vespo
 
 #: Every method by its name in configs and reports.
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "cispo": cispo,
+    "clip_cov": clip_cov,
+    "dppo": dppo,
+    "gmpo": gmpo,
+    "gspo": gspo,
+    "kl_cov": kl_cov,
+    "kl_penalty": kl_penalty,
     "ppo_clip": ppo_clip,
+    "pspo": pspo,
+    "sapo": sapo,
+    "trm": trm,
     "troll": troll,
     "unclipped": unclipped,
+    "vespo": vespo,
 }
 
 __all__ = [
@@ -21,8 +43,19 @@ __all__ = [
     "PolicyLoss",
     "ProjectedTokens",
     "aggregate",
+    "cispo",
+    "clip_cov",
+    "dppo",
+    "gmpo",
+    "gspo",
+    "kl_cov",
+    "kl_penalty",
     "ppo_clip",
     "project_tokens",
+    "pspo",
+    "sapo",
+    "trm",
     "troll",
     "unclipped",
+    "vespo",
 ]

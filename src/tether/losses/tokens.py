@@ -1,0 +1,93 @@
+"""The sampled tokens of a batch as the losses read them: checked, in float32, free of what is masked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.losses.base import check_tokens, masked_max, masked_mean
+
+#: Where ratios stop growing: exp overflows float32 at 88.7, and 0 times infinity is NaN in a gradient.
+LARGEST_LOG_RATIO = 80.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All [B, T], float32 at least, zero where the mask is."""
+
+    log_probs: Tensor
+    """Of the sampled tokens under the network being trained; carries the gradient."""
+    old_log_probs: Tensor
+    """Of the same tokens under the policy that sampled them; no gradient."""
+    advantages: Tensor
+    mask: Tensor
+    """As given: bool or 0/1."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(new / old)."""
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> Tensor:
+        """new / old, at most e^80."""
+        return self.log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
+
+    def metrics(self, ratio: Tensor, acted: Tensor | None = None) -> dict[str, Tensor]:
+        """`ratio_mean`, `ratio_max` and, where a rule acted on some tokens, their share `clipped`."""
+        metrics = {
+            "ratio_mean": masked_mean(ratio.detach(), self.mask),
+            "ratio_max": masked_max(ratio.detach(), self.mask),
+        }
+        if acted is not None:
+            metrics["clipped"] = masked_mean(acted.to(ratio.dtype), self.mask)
+        return metrics
+
+
+def read_tokens(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor
+) -> Tokens:
+    """Check the shapes, raise half precision to float32 and put zeros where the mask is.
+
+    Raises:
+        InvalidInputError: naming the tensor whose shape does not fit.
+    """
+    advantages = check_tokens(log_probs, old_log_probs, advantages, response_mask)
+    counted = response_mask > 0
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+
+    def clean(values: Tensor) -> Tensor:
+        return torch.where(counted, values.to(dtype), 0.0)
+
+    return Tokens(
+        clean(log_probs),
+        clean(old_log_probs.detach()),
+        clean(advantages.detach().expand(log_probs.shape)),
+        response_mask,
+    )
+
+
+def weighted_log_likelihood(tokens: Tokens, weight: Tensor) -> Tensor:
+    """-sg(weight) A log π a token, [B, T]: a policy gradient whose weight is not differentiated.
+
+    A weight of zero drops the token, even where log π is -inf.
+    """
+    scale = -weight.detach() * tokens.advantages
+    dropped = scale == 0
+    return scale * torch.where(dropped, 0.0, tokens.log_probs)
+
+
+def check_at_least(name: str, value: float, least: float, usual: str, *, above: bool = False) -> None:
+    """Refuse a hyperparameter below `least` (or, with `above`, equal to it), or NaN."""
+    if not _is_number(value) or math.isnan(value) or value < least or (above and value == least):
+        relation = "greater than" if above else "at least"
+        raise InvalidInputError(f"{name} must be {relation} {least:g}, got {value!r} ({usual}).")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
