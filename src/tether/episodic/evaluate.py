@@ -24,6 +24,9 @@ class Evaluation:
     returns: FloatArray
     """Sum of rewards, [E]."""
 
+    jerk: FloatArray
+    """Roughness of the motions the robot really made, [E]; see `root_mean_square_jerk`."""
+
     extras: dict[str, FloatArray]
     """Other numbers of the episodes, [E] each."""
 
@@ -38,8 +41,27 @@ class Evaluation:
         """Means over the episodes; the names of a deterministic evaluation end in ``_greedy``."""
         suffix = "_greedy" if self.deterministic else ""
         success = self.success.astype(np.float64)
-        numbers = {"success": success, "return": self.returns, **self.extras}
+        numbers = {"success": success, "return": self.returns, "jerk": self.jerk, **self.extras}
         return {f"{name}{suffix}": mean_of_known(values) for name, values in numbers.items()}
+
+
+def root_mean_square_jerk(positions: FloatArray, dt: float) -> FloatArray:
+    """How jerky motions are: root mean square of the third derivative over time and joints.
+
+    Args:
+        positions: [E, T, D] at least four steps, dt apart.
+        dt: seconds.
+
+    Returns:
+        [E], position units per second cubed.
+
+    >>> t = np.arange(10)[None, :, None] * 0.1
+    >>> root_mean_square_jerk(2 * t**3, 0.1).round(9).tolist()
+    [12.0]
+    """
+    jerk = np.diff(positions, n=3, axis=1) / dt**3
+    result: FloatArray = np.sqrt(np.square(jerk).mean(axis=(1, 2)))
+    return result
 
 
 def mean_of_known(values: FloatArray) -> float:
@@ -80,4 +102,5 @@ def evaluate_agent(
     plan = agent.plan(starts, deterministic=deterministic)
     agent.generator.set_state(before)
     episodes = sampler.execute(plan.positions, plan.velocities)
-    return Evaluation(episodes.success, episodes.returns, episodes.extras, deterministic)
+    jerk = root_mean_square_jerk(episodes.positions, agent.spec.dt)
+    return Evaluation(episodes.success, episodes.returns, jerk, episodes.extras, deterministic)

@@ -140,7 +140,7 @@ def _hopper_bbrl(config: EpisodicConfig) -> EpisodicConfig:
 
 def _table_tennis() -> EpisodicConfig:
     return EpisodicConfig(
-        env_id="tether/TableTennis4D-v0",
+        env_id="tether/TableTennis-v0",
         iterations=12000,
         episodes=76,
         motion=ProDMPConfig(
