@@ -36,5 +36,9 @@ class SimulationError(TetherError, RuntimeError):
     """A simulator or one of its worker processes failed or returned something impossible."""
 
 
+class SandboxError(TetherError, RuntimeError):
+    """The sandbox could not start a program, or was used while closed; never the program's own failure."""
+
+
 class TetherWarning(UserWarning):
     """Something is allowed but very likely not what the user meant."""
