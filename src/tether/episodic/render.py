@@ -1,0 +1,315 @@
+"""Films motions without a screen: the untrained policy beside the trained one, as mp4 or gif.
+
+Pictures are made in a process of their own. MuJoCo chooses its OpenGL when it is first imported, long before
+anybody thinks of pictures, and a driver that crashes must not take a training run with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tether.episodic.adapters import Episode, FloatArray, check_trajectory, make_position_controlled
+from tether.errors import (
+    ConfigError,
+    InvalidInputError,
+    MissingDependencyError,
+    SimulationError,
+    TetherError,
+)
+
+Picture = NDArray[np.uint8]
+
+FORMATS = (".mp4", ".gif")
+
+
+@dataclass(frozen=True)
+class Film:
+    """How a film looks."""
+
+    width: int = 400
+    """Pixels of one motion's picture."""
+
+    height: int = 300
+
+    frames_per_second: int = 30
+
+    speed: float = 1.0
+    """Film seconds run this many times as fast as simulated ones; below 1 is slow motion."""
+
+    hold_seconds: float = 1.0
+    """How long the last picture stays."""
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.width, self.height, self.frames_per_second) < 1
+            or self.speed <= 0
+            or self.hold_seconds < 0
+        ):
+            raise InvalidInputError(f"Sizes, rate and speed of a film are positive; got {self}.")
+
+
+def render_motions(
+    env_id: str,
+    motions: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    seed: int,
+    out: str | os.PathLike[str],
+    *,
+    film: Film | None = None,
+    env_options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Show what desired trajectories look like when the robot executes them, side by side from one start.
+
+    Needs no screen: OpenGL is reached through EGL, or OSMesa where that is missing. ``MUJOCO_GL``, if set,
+    decides.
+
+    Args:
+        env_id: an environment whose pictures can be taken (all of Tether's but PointReach).
+        motions: caption -> (positions [T, D], velocities [T, D] per second), left to right.
+        seed: of the episode every motion is executed in.
+        out: the file to write, .mp4 or .gif; it appears when it is complete.
+        film: size, rate and speed.
+        env_options: keywords of `make_position_controlled`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ConfigError: another file format, an unknown environment, or one without pictures.
+        InvalidInputError: no motion, or a trajectory of the wrong shape.
+        MissingDependencyError: no OpenGL that works without a screen; the message says what to install.
+        SimulationError: the simulator or the process that takes the pictures failed.
+    """
+    path = Path(out)
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"A film is written as one of {FORMATS}; got {path.name!r}.")
+    if not motions:
+        raise InvalidInputError("There is no motion to render.")
+    film, options = film or Film(), dict(env_options or {})
+    arrays = {
+        caption: (np.asarray(positions, dtype=np.float64), np.asarray(velocities, dtype=np.float64))
+        for caption, (positions, velocities) in motions.items()
+    }
+    _check(env_id, options, arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(suffix=path.suffix, prefix=".film-", dir=path.parent)
+    os.close(handle)
+    try:
+        _run_with_some_opengl(_Task(env_id, options, arrays, seed, film, scratch))
+        with open(scratch, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return path
+
+
+@dataclass(frozen=True)
+class _Task:
+    env_id: str
+    env_options: dict[str, Any]
+    motions: dict[str, tuple[FloatArray, FloatArray]]
+    seed: int
+    film: Film
+    out: str
+
+
+# What happens in the parent.
+
+
+def _check(env_id: str, options: dict[str, Any], motions: dict[str, tuple[FloatArray, FloatArray]]) -> None:
+    """Refuse what cannot be rendered before a process is started."""
+    with make_position_controlled(env_id, **options) as env:
+        if "rgb_array" not in env.env.unwrapped.metadata.get("render_modes", []):
+            raise ConfigError(f"{env_id} has no pictures: its render_modes lack 'rgb_array'.")
+        for positions, velocities in motions.values():
+            check_trajectory(env.spec, positions, velocities)
+
+
+def opengl_candidates() -> list[str | None]:
+    """The values of ``MUJOCO_GL`` worth trying without a screen; None leaves the choice to MuJoCo."""
+    if chosen := os.environ.get("MUJOCO_GL"):
+        return [chosen]
+    return ["egl", "osmesa"] if sys.platform == "linux" else [None]
+
+
+def _run_with_some_opengl(task: _Task) -> None:
+    refusals = []
+    for candidate in opengl_candidates():
+        answer = _run_in_child(task, candidate)
+        if not isinstance(answer, _NoOpenGL):
+            if answer is not None:
+                raise answer
+            return
+        refusals.append(f"{candidate or 'default'}: {answer.reason}")
+    raise MissingDependencyError(
+        f"No OpenGL that works without a screen was found ({'; '.join(refusals)}). On Debian or Ubuntu: "
+        "apt-get install libegl1 libgl1-mesa-dri (EGL, also what NVIDIA's driver offers) or libosmesa6; then "
+        "set MUJOCO_GL to egl or osmesa if the choice is not found by itself."
+    )
+
+
+@dataclass(frozen=True)
+class _NoOpenGL:
+    reason: str
+
+
+def _run_in_child(task: _Task, opengl: str | None) -> TetherError | _NoOpenGL | None:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    before = os.environ.get("MUJOCO_GL")
+    if opengl is not None:
+        os.environ["MUJOCO_GL"] = opengl
+    try:
+        process = context.Process(target=_serve, args=(theirs, task), name="tether-film", daemon=True)
+        process.start()
+    finally:
+        if before is None:
+            os.environ.pop("MUJOCO_GL", None)
+        else:
+            os.environ["MUJOCO_GL"] = before
+    theirs.close()
+    try:
+        answer: TetherError | _NoOpenGL | None = ours.recv()
+    except EOFError:
+        process.join()
+        return SimulationError(
+            f"{task.env_id}: the process that takes the pictures (MUJOCO_GL={opengl}) ended with exit code "
+            f"{process.exitcode}. If the graphics driver is at fault, try another value of MUJOCO_GL."
+        )
+    finally:
+        ours.close()
+    process.join()
+    return answer
+
+
+# What happens in the child.
+
+
+def _serve(link: Connection, task: _Task) -> None:
+    try:
+        _probe_opengl()
+    except Exception as error:  # noqa: BLE001 - each backend fails in its own way; the parent reports it
+        link.send(_NoOpenGL(f"{type(error).__name__}: {error}"))
+        return
+    try:
+        _shoot_and_write(task)
+    except TetherError as error:
+        link.send(error)
+    else:
+        link.send(None)
+
+
+def _probe_opengl() -> None:
+    import mujoco
+
+    context = mujoco.GLContext(16, 16)
+    context.make_current()
+    context.free()
+
+
+def _shoot_and_write(task: _Task) -> None:
+    options = {
+        "render_mode": "rgb_array",
+        "width": task.film.width,
+        "height": task.film.height,
+        **task.env_options,
+    }
+    columns = []
+    with make_position_controlled(task.env_id, **options) as env:
+        camera = _Filming(env.env, env.dt * task.film.frames_per_second / task.film.speed)
+        env.env = camera
+        for caption, (positions, velocities) in task.motions.items():
+            camera.pictures = []
+            episode = env.execute(task.seed, positions, velocities)
+            columns.append(
+                [_captioned(picture, caption, _verdict(env.headline, episode)) for picture in camera.pictures]
+            )
+    _write(Path(task.out), _side_by_side(columns, task.film), task.film.frames_per_second)
+
+
+class _Filming(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Takes a picture whenever the film's clock moves on by one frame."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], frames_per_step: float) -> None:
+        super().__init__(env)
+        self.pictures: list[Picture] = []
+        self._frames_per_step = frames_per_step
+        self._steps = 0
+
+    def reset(self, **options: Any) -> Any:
+        answer = self.env.reset(**options)
+        self._steps = 0
+        self.pictures = [self._shoot()]
+        return answer
+
+    def step(self, action: Any) -> Any:
+        answer = self.env.step(action)
+        self._steps += 1
+        if int(self._steps * self._frames_per_step) >= len(self.pictures):
+            self.pictures.append(self._shoot())
+        return answer
+
+    def _shoot(self) -> Picture:
+        picture = self.env.render()
+        assert isinstance(picture, np.ndarray)
+        return picture
+
+
+def _verdict(headline: str, episode: Episode) -> str:
+    """The number the task is judged by, in words."""
+    if headline == "success":
+        return "success" if episode.success else "no success"
+    return f"{headline.replace('_', ' ')} {episode.extras[headline]:.2f}"
+
+
+def _captioned(picture: Picture, caption: str, verdict: str) -> Picture:
+    """A picture with a line of text above it."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = max(10, picture.shape[0] // 20)
+    bar = 2 * size
+    canvas = Image.new("RGB", (picture.shape[1], picture.shape[0] + bar), "white")
+    canvas.paste(Image.fromarray(picture), (0, bar))
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size)
+    draw.text((size // 2, bar // 2), caption, fill="black", font=font, anchor="lm")
+    draw.text((picture.shape[1] - size // 2, bar // 2), verdict, fill="dimgray", font=font, anchor="rm")
+    return np.asarray(canvas)
+
+
+def _side_by_side(columns: list[list[Picture]], film: Film) -> list[Picture]:
+    """Frames of the whole film: shorter columns keep their last picture, and so does the end."""
+    length = max(len(column) for column in columns) + round(film.hold_seconds * film.frames_per_second)
+    rows = []
+    for t in range(length):
+        row = np.concatenate([column[min(t, len(column) - 1)] for column in columns], axis=1)
+        rows.append(row[: row.shape[0] // 2 * 2, : row.shape[1] // 2 * 2])  # video needs even sizes
+    return rows
+
+
+def _write(path: Path, frames: list[Picture], frames_per_second: int) -> None:
+    import imageio.v3 as imageio
+
+    if path.suffix == ".gif":
+        imageio.imwrite(path, frames, extension=".gif", duration=1000 / frames_per_second, loop=0)
+    else:
+        imageio.imwrite(
+            path,
+            np.stack(frames),
+            extension=".mp4",
+            fps=frames_per_second,
+            codec="libx264",
+            macro_block_size=2,
+        )
