@@ -125,12 +125,14 @@ def batch_of(name: str) -> Batch:
 def _distributions() -> Batch:
     generator = torch.Generator().manual_seed(5)
     old = torch.randn(4, 5, 7, generator=generator, dtype=torch.float64).mul(1.5).log_softmax(-1)
-    drift = torch.tensor([0.05, 0.3, 0.9, 0.2]).double()[:, None, None]  # the first sequence hardly moves
+    drift = torch.tensor([0.05, 0.3, 0.9, 0.2], dtype=torch.float64)[
+        :, None, None
+    ]  # the first sequence hardly moves
     new = (old + drift * torch.randn(old.shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
     ids = torch.tensor(KEPT_IDS)[torch.randint(4, (4, 5), generator=generator)][..., None]
     mask = torch.ones(4, 5)
     mask[1, 3:], mask[3, 1] = 0, 0
-    advantages = torch.tensor([1.0, -0.7, 0.5, 1.3]).double()[:, None].expand(4, 5)
+    advantages = torch.tensor([1.0, -0.7, 0.5, 1.3], dtype=torch.float64)[:, None].expand(4, 5)
     return Batch(
         "distributions", new.gather(-1, ids)[..., 0], old.gather(-1, ids)[..., 0], advantages, mask, new, old
     )

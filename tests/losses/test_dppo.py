@@ -1,0 +1,117 @@
+"""DPPO: which tokens are dropped, and the gradient of those that are not."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, getcontext
+
+import numpy as np
+import pytest
+import torch
+
+from tether.errors import InvalidInputError
+from tether.losses import dppo
+from tether.projection import SparseLogProbs
+
+
+def _dropped(new: float, old: float, advantage: float, **options: object) -> bool:
+    result = dppo(
+        torch.tensor([[new]]).log(), torch.tensor([[old]]).log(), torch.tensor([advantage]),
+        torch.ones(1, 1), **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return bool(result.metrics["clipped"])
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "advantage", "dropped"),
+    [
+        (0.7, 0.5, 1.0, True),  # pushed further up
+        (0.7, 0.5, -1.0, False),  # pushed back
+        (0.3, 0.5, -1.0, True),  # pushed further down
+        (0.3, 0.5, 1.0, False),  # pushed back
+        (0.6, 0.5, 1.0, False),  # inside: .1
+        (0.14, 0.001, 1.0, False),  # inside although the ratio is 140
+    ],
+)
+def test_tokens_are_dropped_by_how_far_their_probability_moved(
+    new: float, old: float, advantage: float, dropped: bool
+) -> None:
+    assert _dropped(new, old, advantage) == dropped
+
+
+@pytest.mark.parametrize(("new", "dropped"), [(0.65, False), (0.66, True)])
+def test_binary_kl_has_its_own_default(new: float, dropped: bool) -> None:
+    # KL((.5, .5) || (p, 1 - p)) = -log(4 p (1 - p)) / 2: .0472 at .65, .0540 at .66
+    assert _dropped(new, 0.5, 1.0, divergence="binary-kl") == dropped
+
+
+@pytest.mark.parametrize("log_new", [-1e-6, -1e-3, -0.5, -3.0, -30.0])
+@pytest.mark.parametrize("log_old", [-2e-6, -5e-4, -0.9, -12.0])
+def test_binary_kl_keeps_its_digits_in_float32(log_new: float, log_old: float) -> None:
+    getcontext().prec = 60
+    new, old = torch.tensor([[log_new]]), torch.tensor([[log_old]])
+    p, q = (Decimal(x.item()).exp() for x in (new, old))  # of the very float32 numbers
+    expected = q * (q / p).ln() + (1 - q) * ((1 - q) / (1 - p)).ln()
+    result = dppo(new, old, torch.ones(1), torch.ones(1, 1), divergence="binary-kl")
+    assert result.metrics["divergence_mean"].item() == pytest.approx(float(expected), rel=1e-4, abs=2e-7)
+
+
+def test_below_the_cap_the_gradient_is_that_of_the_papers_objective() -> None:
+    old = torch.tensor([[0.5, 0.2, 0.4, 0.01]], dtype=torch.float64).log()
+    new = torch.tensor([[0.8, 0.25, 0.3, 0.05]], dtype=torch.float64).log()
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 2.0]], dtype=torch.float64)
+    gradients = []
+    for objective in (False, True):
+        leaf = new.clone().requires_grad_()
+        if objective:  # M r A, M by hand: the first token moved by .3
+            keep = torch.tensor([[0.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+            loss = -(keep * (leaf - old).exp() * advantages).mean()
+        else:
+            loss = dppo(leaf, old, advantages, torch.ones(1, 4)).loss
+        gradients.append(torch.autograd.grad(loss, leaf)[0])
+    np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-12)
+
+
+def test_above_the_cap_a_token_keeps_a_gradient_of_bounded_weight() -> None:
+    leaf = torch.tensor([[math.log(0.1)]], dtype=torch.float64).requires_grad_()
+    old = torch.tensor([[math.log(0.001)]], dtype=torch.float64)  # ratio 100
+    dppo(leaf, old, torch.ones(1).double(), torch.ones(1, 1)).loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.item() == pytest.approx(-20.0)
+
+
+def test_top_k_sees_what_the_sampled_token_hides() -> None:
+    """The sampled token kept its probability while two others swapped theirs."""
+    old = torch.tensor([[[0.2, 0.7, 0.1]]]).log()
+    new = torch.tensor([[[0.21, 0.09, 0.7]]]).log()
+    sampled = (new[..., 0], old[..., 0], torch.ones(1), torch.ones(1, 1))
+    assert dppo(*sampled).metrics["clipped"].item() == 0
+    whole = dppo(*sampled, divergence="top-k-tv", new=new, old=old)
+    assert whole.metrics["clipped"].item() == 1
+    assert whole.metrics["divergence_max"].item() == pytest.approx(0.61)
+    ids = torch.tensor([[[0, 1]]])
+    few = {"new": SparseLogProbs.at_ids(new, ids), "old": SparseLogProbs.at_ids(old, ids)}
+    assert dppo(*sampled, divergence="top-k-tv", **few).metrics["divergence_max"].item() == pytest.approx(
+        0.61
+    )
+
+
+def test_an_outcome_the_new_policy_cannot_produce_is_infinitely_far() -> None:
+    old = torch.tensor([[[0.2, 0.5, 0.3]]]).log()
+    new = torch.tensor([[[0.5, 0.5, 0.0]]]).log()
+    leaf = new[..., 0].clone().requires_grad_()
+    result = dppo(leaf, old[..., 0], torch.ones(1), torch.ones(1, 1), divergence="top-k-kl", new=new, old=old)
+    result.loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.item() == 0
+    assert result.metrics["divergence_max"].item() == math.inf
+
+
+def test_distributions_on_different_ids_are_refused() -> None:
+    logits = torch.randn(1, 1, 5)
+    new, old = (SparseLogProbs.at_ids(logits, torch.tensor([[ids]])) for ids in ([0, 1], [0, 2]))
+    row = -torch.ones(1, 1)
+    with pytest.raises(InvalidInputError, match=r"same ids.*SparseLogProbs\.at_ids"):
+        dppo(row, row, torch.ones(1), torch.ones(1, 1), divergence="top-k-tv", new=new, old=old)
+    with pytest.raises(InvalidInputError, match=r"both be.*got Tensor and SparseLogProbs"):
+        dppo(row, row, torch.ones(1), torch.ones(1, 1), divergence="top-k-tv", new=logits, old=old)
