@@ -52,7 +52,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Args, Raises: as in `grpo`.
 
-    Source: Dr.GRPO (arXiv 2503.20783, section 3.2).
+    Source: Dr.GRPO (arXiv 2503.20783, section 3).
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Args, Raises: as in `grpo`.
 
-    Source: RLOO (arXiv 2402.14740, eq. 6).
+    Source: RLOO (arXiv 2402.14740, the leave-one-out baseline).
 
     Example:
         >>> import torch

@@ -56,6 +56,21 @@ def test_binary_kl_keeps_its_digits_in_float32(log_new: float, log_old: float) -
     assert result.metrics["divergence_mean"].item() == pytest.approx(float(expected), rel=1e-4, abs=2e-7)
 
 
+def test_a_token_the_old_policy_was_certain_of_has_a_finite_divergence() -> None:
+    new, certain = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    result = dppo(new, certain, -torch.ones(1), torch.ones(1, 1), divergence="binary-kl")
+    assert result.metrics["divergence_max"].item() == pytest.approx(math.log(2))
+    back = dppo(certain, new, torch.ones(1), torch.ones(1, 1), divergence="binary-kl")
+    assert back.metrics["divergence_max"].item() == math.inf  # the new policy excludes what was likely
+    assert back.metrics["clipped"].item() == 1
+
+
+def test_a_log_probability_that_rounding_made_positive_counts_as_certain() -> None:
+    above, new = torch.tensor([[1e-4]]), torch.tensor([[0.5]]).log()
+    result = dppo(new, above, -torch.ones(1), torch.ones(1, 1), divergence="binary-kl")
+    assert result.metrics["divergence_max"].item() == pytest.approx(math.log(2))
+
+
 def test_below_the_cap_the_gradient_is_that_of_the_papers_objective() -> None:
     old = torch.tensor([[0.5, 0.2, 0.4, 0.01]], dtype=torch.float64).log()
     new = torch.tensor([[0.8, 0.25, 0.3, 0.05]], dtype=torch.float64).log()

@@ -47,6 +47,13 @@ def test_a_clipped_token_loses_its_gradient_and_its_neighbours_do_not() -> None:
     np.testing.assert_allclose(leaf.grad, [[0.0, -weight, -weight]], rtol=1e-12)
 
 
+def test_a_token_that_nothing_pushes_is_not_called_clipped() -> None:
+    far = torch.tensor(OLD) - 0.9
+    for advantage, clipped in ((0.0, 0.0), (-1.0, 1.0), (1.0, 0.0)):
+        result = gmpo(far, torch.tensor(OLD), torch.full((2,), advantage), MASK)
+        assert result.metrics["clipped"].item() == clipped
+
+
 def test_sequences_weigh_the_same_whatever_their_length() -> None:
     result = gmpo(torch.tensor(OLD), torch.tensor(OLD), torch.tensor([1.0, 3.0], dtype=torch.float64), MASK)
     assert result.loss.item() == pytest.approx(-2.0)

@@ -35,6 +35,12 @@ def test_the_exact_penalty_and_its_gradient_equal_a_dense_float64_solution() -> 
     np.testing.assert_allclose(leaf.grad, oracles.central_differences(penalty, NEW_LOGITS), atol=1e-9)
 
 
+def test_the_old_distribution_gets_no_gradient() -> None:
+    old = OLD.clone().requires_grad_()
+    _exact(torch.tensor(NEW_LOGITS).requires_grad_(), old=old.expand(1, 1, 3)).backward()
+    assert old.grad is None
+
+
 def test_on_a_sparse_support_the_rest_is_one_outcome() -> None:
     leaf = torch.tensor(NEW_LOGITS).requires_grad_()
     ids = torch.tensor([[[0]]])

@@ -41,7 +41,7 @@ def cispo(
     Raises:
         InvalidInputError: shapes that do not fit, or a negative range.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4-5); ScaleRL (arXiv 2510.13786) for the bound.
+    Source: MiniMax-M1 (arXiv 2506.13585, the CISPO objective); ScaleRL (arXiv 2510.13786) for the bound.
 
     Example:
         >>> import torch

@@ -31,13 +31,13 @@ def clip_cov(
 ) -> PolicyLoss:
     """-r A, but zero for a random few of the tokens whose covariance lies in (low, high).
 
-    Confident tokens that are rewarded drive the entropy to zero and exploration with it; a fraction
-    of a thousandth of all tokens is enough to stop that. The fraction is of the tokens that count,
-    rounded down, at least one.
+    Confident tokens that are rewarded drive the entropy to zero and exploration with it; in the paper,
+    taking out two of ten thousand stops that. The fraction is of the tokens that count, rounded down,
+    at least one.
 
     The paper's equation has no clip on the ratio and neither has the default; the authors' code has
     PPO's, with half-widths given by `clip_ratio_low` and `clip_ratio_high`, and draws only among the
-    tokens that it leaves alone.
+    tokens that it leaves alone. On an accelerator, counting and drawing wait for the device.
 
     Args:
         log_probs, old_log_probs: of the sampled tokens, [B, T].
@@ -58,7 +58,7 @@ def clip_cov(
         InvalidInputError: shapes that do not fit, a fraction outside (0, 1], an empty range of
             covariances, or a negative clip.
 
-    Source: Cui et al. (arXiv 2505.22617, eq. 10-13).
+    Source: Cui et al. (arXiv 2505.22617, Clip-Cov).
 
     Example:
         >>> import torch

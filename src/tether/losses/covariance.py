@@ -14,7 +14,7 @@ def token_covariance(tokens: Tokens) -> Tensor:
     To first order a policy-gradient step lowers the entropy by this covariance. Means are over the
     tokens that count; -inf under the mask. No gradient.
 
-    Source: Cui et al. (arXiv 2505.22617, eq. 10).
+    Source: Cui et al. (arXiv 2505.22617, token-wise centred cross-product).
     """
     with torch.no_grad():
         counted = tokens.mask > 0

@@ -71,7 +71,7 @@ def dppo(
         InvalidInputError: shapes that do not fit, an unknown divergence, a negative threshold, a cap
             that is not positive, or distributions that are missing or not asked for.
 
-    Source: DPPO (arXiv 2602.04879, section 4).
+    Source: DPPO (arXiv 2602.04879, the divergence mask and its binary and top-K approximations).
 
     Example:
         >>> import torch
@@ -135,6 +135,7 @@ def _distance(
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL of (q, 1 - q) from (p, 1 - p), with the digits that 1 - p would lose."""
+    log_p, log_q = log_p.clamp_max(0), log_q.clamp_max(0)  # rounding may leave a probability above 1
     rest_q = -log_q.expm1()
     rest = torch.where(rest_q > 0, rest_q * (_log_rest(log_q) - _log_rest(log_p)), 0.0)
     return (log_q.exp() * (log_q - log_p) + rest).clamp_min(0)

@@ -46,7 +46,7 @@ def gmpo(
     Raises:
         InvalidInputError: shapes that do not fit, or a negative range.
 
-    Source: GMPO (arXiv 2507.20673, eq. 4).
+    Source: GMPO (arXiv 2507.20673, the objective with token-level clip).
 
     Example:
         >>> import torch

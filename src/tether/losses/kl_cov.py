@@ -47,7 +47,7 @@ def kl_cov(
     Raises:
         InvalidInputError: shapes that do not fit, a fraction outside (0, 1], or a negative price.
 
-    Source: Cui et al. (arXiv 2505.22617, eq. 10, 14-15).
+    Source: Cui et al. (arXiv 2505.22617, KL-Cov).
 
     Example:
         >>> import torch

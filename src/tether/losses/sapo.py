@@ -44,7 +44,7 @@ def sapo(
     Raises:
         InvalidInputError: shapes that do not fit, or a temperature that is not positive.
 
-    Source: SAPO (arXiv 2511.20347, eq. 5-6).
+    Source: SAPO (arXiv 2511.20347, the gate f).
 
     Example:
         >>> import torch

@@ -28,7 +28,8 @@ def trm(
 
     The error of the surrogate grows with a sequence's largest divergence, which a rule that looks
     at one token at a time cannot bound; so a violating sequence is left out whole. The averages still
-    divide by all tokens or sequences, so that leaving out makes the update smaller.
+    divide by all tokens or sequences, so that leaving out makes the update smaller (verl's rejection
+    divides by what is left).
 
     Args:
         log_probs, old_log_probs: of the sampled tokens, [B, T].
@@ -62,7 +63,7 @@ def trm(
     check_at_least("kl_bound", kl_bound, 0.0, "0.05 by default")
     with torch.no_grad():
         kl = kl_of_tokens(tokens, kl_estimate, new, old)
-        left_out = ((kl > kl_bound) & (response_mask > 0)).any(-1, keepdim=True).expand_as(kl)
+        left_out = (kl > kl_bound).any(-1, keepdim=True).expand_as(kl)
     ratio = tokens.ratio
     loss = aggregate(
         torch.where(left_out, 0.0, -ratio * tokens.advantages),
