@@ -154,6 +154,25 @@ def test_every_meta_world_task_is_registered() -> None:
     assert {f"tether/MetaWorld-{task}" for task in META_WORLD_TASKS} <= set(known_env_ids())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", META_WORLD_TASKS)
+def test_every_meta_world_task_repeats_exactly_and_moves_with_the_seed(task: str) -> None:
+    rng = np.random.default_rng(0)
+    with (
+        make_position_controlled(f"tether/MetaWorld-{task}") as env,
+        make_position_controlled(f"tether/MetaWorld-{task}") as fresh,
+    ):
+        start, other = env.reset(5), env.reset(6)
+        assert np.abs(start.observation - other.observation).max() > 0
+        motion = start.position + np.cumsum(rng.normal(size=(500, 4)) * [0.01, 0.01, 0.01, 0.1], axis=0)
+        speed = np.zeros_like(motion)
+        first = env.execute(5, motion, speed)
+        env.execute(7, motion, speed)
+        for again in (env.execute(5, motion, speed), fresh.execute(5, motion, speed)):
+            np.testing.assert_array_equal(again.observations, first.observations)
+            np.testing.assert_array_equal(again.rewards, first.rewards)
+
+
 def test_meta_world_equals_the_bare_task_under_the_same_seed() -> None:
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 

@@ -80,7 +80,7 @@ class Camera:
             )
             self._renderer = mujoco.Renderer(self._model, *self._size)
             for effect in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-                self._renderer.scene.flags[effect] = 0  # four fifths of the time without a graphics card
+                self._renderer.scene.flags[effect] = 0  # most of the time without a graphics card
         self._renderer.update_scene(data, -1 if self._name is None else self._name)
         picture: NDArray[np.uint8] = self._renderer.render()
         return picture

@@ -1,0 +1,90 @@
+"""Batches of episodes: where they begin, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.episodic.adapters import Episode, FloatArray
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Where a batch of E episodes begins: what a policy sees and a movement primitive departs from."""
+
+    contexts: FloatArray
+    """[E, C], the entries of the first observation that describe the task."""
+
+    observations: FloatArray
+    """[E, O], the whole first observation."""
+
+    positions: FloatArray
+    """[E, D], joint positions."""
+
+    velocities: FloatArray
+    """[E, D], joint velocities per second."""
+
+    seeds: tuple[int, ...]
+    """What each episode's environment was reset with; it alone determines the start."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A batch of E finished episodes of T steps."""
+
+    observations: FloatArray
+    """[E, T + 1, O], from the first observation to the one after the last step."""
+
+    rewards: FloatArray
+    """[E, T]"""
+
+    success: NDArray[np.bool_]
+    """[E]"""
+
+    positions: FloatArray
+    """[E, T + 1, D], where the joints really were (the desired trajectory is what they were asked)."""
+
+    lengths: NDArray[np.int64]
+    """[E], steps taken: T, fewer where the environment terminated. The rows after that are an absorbing
+    state: the last observation repeated, rewards zero."""
+
+    extras: dict[str, FloatArray]
+    """Numbers of each episode by name, [E] each: e.g. "max_height"."""
+
+    @property
+    def returns(self) -> FloatArray:
+        """The sum of each episode's rewards, [E]."""
+        total: FloatArray = self.rewards.sum(axis=1)
+        return total
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps these episodes took together."""
+        return int(self.lengths.sum())
+
+
+def stack_episodes(episodes: Sequence[Episode]) -> Episodes:
+    """Single episodes as one batch."""
+    return Episodes(
+        observations=np.stack([episode.observations for episode in episodes]),
+        rewards=np.stack([episode.rewards for episode in episodes]),
+        success=np.array([episode.success for episode in episodes], dtype=np.bool_),
+        positions=np.stack([episode.positions for episode in episodes]),
+        lengths=np.array([episode.length for episode in episodes], dtype=np.int64),
+        extras={name: np.array([e.extras[name] for e in episodes]) for name in episodes[0].extras},
+    )
+
+
+def concatenate_episodes(parts: Sequence[Episodes]) -> Episodes:
+    """Batches as one, in order."""
+    return Episodes(
+        observations=np.concatenate([part.observations for part in parts]),
+        rewards=np.concatenate([part.rewards for part in parts]),
+        success=np.concatenate([part.success for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        extras={name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
+    )

@@ -1,0 +1,213 @@
+"""Who runs a batch of episodes: this process, or a pool of worker processes that may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from tether.episodic.adapters import FloatArray, PositionControlledEnv, Start, make_position_controlled
+from tether.episodic.episodes import Episodes, concatenate_episodes, stack_episodes
+from tether.errors import SimulationError, TetherError
+
+
+class InProcess:
+    """The plain way: one environment, one episode after the other."""
+
+    def __init__(self, env_id: str, options: dict[str, Any]) -> None:
+        self._env = make_position_controlled(env_id, **options)
+        self.spec = self._env.spec
+
+    def reset(self, seeds: Sequence[int]) -> list[Start]:
+        return [self._env.reset(seed) for seed in seeds]
+
+    def execute(self, seeds: Sequence[int], positions: FloatArray, velocities: FloatArray) -> Episodes:
+        return _run_batch(self._env, seeds, positions, velocities)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class WorkerPool:
+    """One environment in each of several processes; each runs a contiguous share of the batch."""
+
+    def __init__(self, env_id: str, num_workers: int, options: dict[str, Any]) -> None:
+        with make_position_controlled(env_id, **options) as env:  # a wrong name or option fails here, clearly
+            self.spec = env.spec
+        self._env_id = env_id
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        context = get_context("spawn")
+        try:
+            with _children_on_one_thread(), _children_without_interrupts():
+                for number in range(num_workers):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_serve,
+                        args=(theirs, env_id, options),
+                        name=f"tether-sampler-{number}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._connections.append(ours)
+            self._answers(range(num_workers))
+        except BaseException:
+            self.close()
+            raise
+
+    def reset(self, seeds: Sequence[int]) -> list[Start]:
+        requests = {w: ("reset", seeds[share]) for w, share in self._shares(len(seeds))}
+        return [start for starts in self._ask(requests) for start in starts]
+
+    def execute(self, seeds: Sequence[int], positions: FloatArray, velocities: FloatArray) -> Episodes:
+        requests = {
+            w: ("execute", seeds[share], positions[share], velocities[share])
+            for w, share in self._shares(len(seeds))
+        }
+        return concatenate_episodes(self._ask(requests))
+
+    def close(self) -> None:
+        for link in self._connections:
+            link.close()  # a waiting worker reads the end of its pipe and leaves
+        patience = time.monotonic() + 1.0
+        for process in self._processes:
+            process.join(timeout=max(0.0, patience - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():  # in the middle of an episode
+                process.kill()
+                process.join()
+        self._connections, self._processes = [], []
+
+    def _shares(self, num_episodes: int) -> Iterator[tuple[int, slice]]:
+        bounds = np.linspace(0, num_episodes, len(self._processes) + 1).round().astype(int)
+        for worker in range(len(self._processes)):
+            if bounds[worker] < bounds[worker + 1]:
+                yield worker, slice(int(bounds[worker]), int(bounds[worker + 1]))
+
+    def _ask(self, requests: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        if not self._processes:
+            raise SimulationError(f"{self._env_id}: this sampler is closed. Build a new one.")
+        for worker, request in requests.items():
+            try:
+                self._connections[worker].send(request)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                self._fail(worker, error)
+        return self._answers(list(requests))
+
+    def _answers(self, workers: Sequence[int]) -> list[Any]:
+        """One answer of each worker, in order; whoever dies meanwhile is noticed at once."""
+        answers: dict[int, Any] = {}
+        failures: list[TetherError] = []
+        waiting = {self._connections[worker]: worker for worker in workers}
+        sentinels = {self._processes[worker].sentinel: worker for worker in workers}
+        while waiting:
+            for ready in connection.wait([*waiting, *sentinels]):
+                if isinstance(ready, int):
+                    worker = sentinels.pop(ready)
+                    if self._connections[worker] in waiting and not self._connections[worker].poll():
+                        self._fail(worker, None)
+                elif isinstance(ready, Connection) and ready in waiting:
+                    worker = waiting.pop(ready)
+                    try:
+                        answers[worker] = ready.recv()
+                    except (EOFError, ConnectionResetError) as error:
+                        self._fail(worker, error)
+                    if isinstance(answers[worker], TetherError):
+                        failures.append(answers[worker])
+        if failures:
+            raise failures[0]
+        return [answers[worker] for worker in workers]
+
+    def _fail(self, worker: int, cause: BaseException | None) -> None:
+        """A worker is gone: close the rest and say how it ended."""
+        process = self._processes[worker]
+        process.join(timeout=5.0)
+        code = process.exitcode
+        ending = f"exit code {code}"
+        if code is not None and code < 0:
+            ending = f"signal {signal.Signals(-code).name}"
+        total = len(self._processes)
+        self.close()
+        raise SimulationError(
+            f"{self._env_id}: sampler worker {worker} of {total} (process {process.pid}) ended with {ending} "
+            "in the middle of its episodes. Its own message, if it left one, is on stderr; SIGKILL usually "
+            "means that memory ran out: use fewer workers."
+        ) from cause
+
+
+@contextmanager
+def _children_on_one_thread() -> Iterator[None]:
+    """Processes started meanwhile compute on one thread each: their number is what fills the cores."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _children_without_interrupts() -> Iterator[None]:
+    """Processes started meanwhile do not die noisily of Ctrl-C while they import; `_serve` takes over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
+    """A worker's life: answer requests until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
+    try:
+        with make_position_controlled(env_id, **options) as env:
+            link.send("ready")
+            while True:
+                try:
+                    kind, *arguments = link.recv()
+                except EOFError:
+                    return
+                link.send(_answer(env, kind, arguments))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone, nobody is left to tell
+
+
+def _answer(env: PositionControlledEnv, kind: str, arguments: list[Any]) -> Any:
+    """What the parent asked for, or the error it is to raise."""
+    try:
+        if kind == "reset":
+            return [env.reset(seed) for seed in arguments[0]]
+        return _run_batch(env, *arguments)
+    except TetherError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - not swallowed: the parent raises it
+        return SimulationError(
+            f"{env.env_id}: the environment failed with {type(error).__name__}: {error}\n"
+            f"In the worker:\n{traceback.format_exc()}"
+        )
+
+
+def _run_batch(
+    env: PositionControlledEnv, seeds: Sequence[int], positions: FloatArray, velocities: FloatArray
+) -> Episodes:
+    return stack_episodes([env.execute(seeds[i], positions[i], velocities[i]) for i in range(len(seeds))])
