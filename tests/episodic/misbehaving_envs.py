@@ -1,4 +1,4 @@
-"""Environments that go wrong in one way each, for the sampler's tests. Named "misbehaving_envs:test/<Way>-v0"."""
+"""Environments that go wrong in one way each, for the sampler's tests: "misbehaving_envs:test/<Way>-v0"."""
 
 from __future__ import annotations
 
