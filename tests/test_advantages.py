@@ -68,6 +68,11 @@ def test_equal_rewards_give_exact_zeros_in_float32(
     assert estimator(rewards, torch.zeros(7, dtype=torch.long)).tolist() == [0.0] * 7
 
 
+def test_without_an_epsilon_equal_rewards_are_zeros_and_not_nan() -> None:
+    advantages = grpo(torch.tensor([2.0, 2.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), epsilon=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([0.0, 0.0, -(0.5**0.5), 0.5**0.5]))
+
+
 @pytest.mark.parametrize("estimator", GROUPED)
 def test_a_response_that_nothing_compares_with_is_refused(
     estimator: Callable[[Tensor, Tensor], Tensor],
