@@ -8,85 +8,29 @@ A row cannot be in the table without its comparison being run, because the rows 
 from __future__ import annotations
 
 import inspect
-import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import equations
-import numpy as np
-import torch
+from references import (
+    SEQUENCE_ADVANTAGES,
+    Reference,
+    dppo_equation,
+    pspo_equation,
+    trl,
+    trm_equation,
+    verl,
+    verl_penalty,
+    verl_rejection,
+)
 from torch import Tensor
-from trl_reference import trl_loss
 
 import tether.advantages
 from tether.losses import LOSSES
-from tether.projection import SparseLogProbs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "methods.md"
-FIXTURES = Path(__file__).with_name("verl_fixtures.json")
-
-SEQUENCE_ADVANTAGES = ("fresh", "stale")
-EVERY_BATCH = (*SEQUENCE_ADVANTAGES, "token-advantages")
-#: Ids that the sparse distributions of `distributions` keep of a vocabulary of 7.
-KEPT_IDS = [0, 2, 3, 6]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sampled tokens, [B, T] in float64, and where needed the whole distributions [B, T, V]."""
-
-    name: str
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    response_mask: Tensor
-    new: Tensor | None = None
-    old: Tensor | None = None
-
-    def sparse(self) -> dict[str, SparseLogProbs]:
-        """Both distributions on `KEPT_IDS`."""
-        assert self.new is not None
-        assert self.old is not None
-        ids = torch.tensor(KEPT_IDS).expand(*self.new.shape[:-1], -1)
-        return {
-            "new": SparseLogProbs.at_ids(self.new, ids),
-            "old": SparseLogProbs.at_ids(self.old, ids),
-        }
-
-    def dense(self) -> dict[str, Tensor]:
-        """Both distributions whole."""
-        assert self.new is not None
-        assert self.old is not None
-        return {"new": self.new, "old": self.old}
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Somebody else's loss and gradient, and the settings with which ours must equal them."""
-
-    source: str
-    """As it reads in the table."""
-    compute: Callable[[Batch], tuple[Any, Any]]
-    settings: dict[str, Any] = field(default_factory=dict)
-    batches: tuple[str, ...] = EVERY_BATCH
-    distributions: str = ""
-    """"sparse" or "dense" if the method is given those of the batch."""
-    seed: int | None = None
-    """Of the generator, for a method that draws."""
-
-    def options(self, batch: Batch) -> dict[str, Any]:
-        """The keywords for our function."""
-        options = dict(self.settings)
-        if self.distributions:
-            options |= batch.sparse() if self.distributions == "sparse" else batch.dense()
-        if self.seed is not None:
-            options["generator"] = torch.Generator().manual_seed(self.seed)
-        return options
 
 
 @dataclass(frozen=True)
@@ -102,186 +46,6 @@ class Method:
     """What this row sets differently, if it is not the function's defaults."""
     elsewhere: str = ""
     """What another test file checks it against."""
-
-
-@cache
-def fixtures() -> dict[str, Any]:
-    """The numbers of verl_fixtures.json."""
-    loaded: dict[str, Any] = json.loads(FIXTURES.read_text())
-    return loaded
-
-
-@cache
-def batch_of(name: str) -> Batch:
-    """A batch by name: verl's three, or `distributions`."""
-    if name == "distributions":
-        return _distributions()
-    tensors = {
-        key: torch.tensor(value, dtype=torch.float64) for key, value in fixtures()["batches"][name].items()
-    }
-    return Batch(name, **tensors)
-
-
-def _distributions() -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    old = torch.randn(4, 5, 7, generator=generator, dtype=torch.float64).mul(1.5).log_softmax(-1)
-    drift = torch.tensor([0.05, 0.3, 0.9, 0.2], dtype=torch.float64)[
-        :, None, None
-    ]  # the first sequence hardly moves
-    new = (old + drift * torch.randn(old.shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
-    ids = torch.tensor(KEPT_IDS)[torch.randint(4, (4, 5), generator=generator)][..., None]
-    mask = torch.ones(4, 5)
-    mask[1, 3:], mask[3, 1] = 0, 0
-    advantages = torch.tensor([1.0, -0.7, 0.5, 1.3], dtype=torch.float64)[:, None].expand(4, 5)
-    return Batch(
-        "distributions", new.gather(-1, ids)[..., 0], old.gather(-1, ids)[..., 0], advantages, mask, new, old
-    )
-
-
-def verl(name: str, **settings: Any) -> Reference:
-    """A policy loss of verl, from the fixtures."""
-    entries = {entry["batch"]: entry for entry in fixtures()["losses"] if entry["name"] == name}
-    function = entries["fresh"]["function"].split("'")[1]
-    return Reference(
-        f"verl 0.9.1, policy loss `{function}`",
-        lambda batch: (entries[batch.name]["loss"], entries[batch.name]["gradient"]),
-        settings,
-        seed=fixtures()["provenance"]["seed"] if function == "clip_cov" else None,
-    )
-
-
-def trl(
-    ours: dict[str, Any],
-    *,
-    batches: tuple[str, ...] = EVERY_BATCH,
-    one_a_sequence: bool = False,
-    **theirs: Any,
-) -> Reference:
-    """A loss type of TRL, run."""
-
-    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
-        advantages = batch.advantages[:, 0] if one_a_sequence else batch.advantages
-        return trl_loss(batch.log_probs, batch.old_log_probs, advantages, batch.response_mask, **theirs)
-
-    what = f"loss type `{theirs['loss_type']}`" if "loss_type" in theirs else "`GMPOTrainer`"
-    return Reference(f"TRL 1.16, {what}", compute, ours, batches)
-
-
-def _verl_entry(name: str, batch: Batch) -> tuple[float, np.ndarray]:
-    (entry,) = (e for e in fixtures()["losses"] if (e["name"], e["batch"]) == (name, batch.name))
-    return entry["loss"], np.array(entry["gradient"])
-
-
-def _verl_penalty(estimate: str, coefficient: float) -> Reference:
-    def compute(batch: Batch) -> tuple[float, np.ndarray]:
-        loss, gradient = _verl_entry("unclipped", batch)
-        kl, kl_gradient = _verl_entry(f"kl-{estimate}", batch)
-        return loss + coefficient * kl, gradient + coefficient * kl_gradient
-
-    return Reference(
-        f"verl 0.9.1, `vanilla` without a clip plus {coefficient:g} `kl_penalty(old, new, {estimate})`",
-        compute,
-        {"kl_estimate": estimate, "kl_coef": coefficient},
-    )
-
-
-def _numpy(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return (
-        batch.log_probs.numpy(),
-        batch.old_log_probs.numpy(),
-        batch.advantages.numpy(),
-        batch.response_mask.numpy(),
-    )
-
-
-def _verl_rejection(estimate: str, bound: float) -> Reference:
-    """-r A of the sequences that verl's rejection leaves, over all tokens."""
-
-    def compute(batch: Batch) -> tuple[float, np.ndarray]:
-        new, old, advantages, mask = _numpy(batch)
-        (left,) = (
-            np.array(entry["mask"])
-            for entry in fixtures()["rejections"]
-            if (entry["arguments"]["rollout_rs"], entry["batch"]) == (f"seq_max_{estimate}", batch.name)
-        )
-
-        def term(b: int, t: int) -> equations.Term:
-            value = -math.exp(new[b, t] - old[b, t]) * advantages[b, t] * left[b, t]
-            return value, value
-
-        return equations.token_mean(mask, term)
-
-    return Reference(
-        f"verl 0.9.1, mask of `compute_rollout_rejection_mask(seq_max_{estimate})`",
-        compute,
-        {"kl_estimate": estimate, "kl_bound": bound},
-    )
-
-
-def _trm_equation(bound: float, form: str) -> Reference:
-    def compute(batch: Batch) -> tuple[float, np.ndarray]:
-        new, old, advantages, mask = _numpy(batch)
-        p, q = batch.new.exp().tolist(), batch.old.exp().tolist()  # type: ignore[union-attr]
-        see = (lambda x: equations.with_rest(x, KEPT_IDS)) if form == "sparse" else (lambda x: x)
-        worst = [
-            max(equations.kl(see(q[b][t]), see(p[b][t])) for t in range(mask.shape[1]) if mask[b, t])
-            for b in range(mask.shape[0])
-        ]
-
-        def term(b: int, t: int) -> equations.Term:
-            value = -math.exp(new[b, t] - old[b, t]) * advantages[b, t] if worst[b] <= bound else 0.0
-            return value, value
-
-        return equations.token_mean(mask, term)
-
-    return Reference(
-        f"its equation token by token, {form} distributions",
-        compute,
-        {"kl_bound": bound},
-        ("distributions",),
-        distributions=form,
-    )
-
-
-def _dppo_equation(divergence: str, low: float, high: float, form: str) -> Reference:
-    measure = equations.total_variation if divergence == "top-k-tv" else equations.kl
-
-    def compute(batch: Batch) -> tuple[float, np.ndarray]:
-        new, old, advantages, mask = _numpy(batch)
-        p, q = batch.new.exp().tolist(), batch.old.exp().tolist()  # type: ignore[union-attr]
-        see = (lambda x: equations.with_rest(x, KEPT_IDS)) if form == "sparse" else (lambda x: x)
-
-        def term(b: int, t: int) -> equations.Term:
-            ratio, a = math.exp(new[b, t] - old[b, t]), advantages[b, t]
-            distance = measure(see(q[b][t]), see(p[b][t]))
-            if (a > 0 and ratio > 1 and distance > high) or (a < 0 and ratio < 1 and distance > low):
-                return 0.0, 0.0
-            weight = min(ratio, 20.0)
-            return -weight * a * new[b, t], -weight * a
-
-        return equations.token_mean(mask, term)
-
-    return Reference(
-        f"its equation token by token, `{divergence}`, {form} distributions",
-        compute,
-        {"divergence": divergence, "divergence_low": low, "divergence_high": high},
-        ("distributions",),
-        distributions=form,
-    )
-
-
-def _pspo_equation(smoothing: float) -> Reference:
-    def compute(batch: Batch) -> tuple[float, np.ndarray]:
-        new, old, advantages, mask = _numpy(batch)
-
-        def term(b: int, t: int) -> equations.Term:
-            p, q = math.exp(new[b, t]), math.exp(old[b, t])
-            smoothed = (1 - smoothing) * p + smoothing * q
-            return -smoothed / q * advantages[b, t], -(1 - smoothing) * p / q * advantages[b, t]
-
-        return equations.token_mean(mask, term)
-
-    return Reference("its equation token by token", compute, {"smoothing": smoothing})
 
 
 _COVARIANCE = {"clip_cov_ratio": 0.2, "clip_cov_low": 0.05, "clip_cov_high": 5.0}
@@ -373,19 +137,19 @@ METHODS: tuple[Method, ...] = (
             verl("dppo-tv"),
             verl("dppo-tv-capped", divergence_low=0.05, divergence_high=0.3, ratio_cap=1.2),
             verl("dppo-kl", divergence="binary-kl"),
-            _dppo_equation("top-k-tv", 0.1, 0.15, "sparse"),
-            _dppo_equation("top-k-kl", 0.02, 0.05, "sparse"),
-            _dppo_equation("top-k-kl", 0.02, 0.05, "dense"),
+            dppo_equation("top-k-tv", 0.1, 0.15, "sparse"),
+            dppo_equation("top-k-kl", 0.02, 0.05, "sparse"),
+            dppo_equation("top-k-kl", 0.02, 0.05, "dense"),
         ),
     ),
     Method(
         "trm",
         "TRM, 2512.23075",
         (
-            _trm_equation(0.05, "dense"),
-            _trm_equation(0.05, "sparse"),
-            _verl_rejection("k2", 0.3),
-            _verl_rejection("k3", 0.3),
+            trm_equation(0.05, "dense"),
+            trm_equation(0.05, "sparse"),
+            verl_rejection("k2", 0.3),
+            verl_rejection("k3", 0.3),
         ),
     ),
     Method(
@@ -411,11 +175,11 @@ METHODS: tuple[Method, ...] = (
             ),
         ),
     ),
-    Method("pspo", "PSPO, 2509.21282", (_pspo_equation(0.1), _pspo_equation(0.6))),
+    Method("pspo", "PSPO, 2509.21282", (pspo_equation(0.1), pspo_equation(0.6))),
     Method(
         "kl_penalty",
         "PPO, 1707.06347",
-        (_verl_penalty("k3", 1.0), _verl_penalty("k2", 0.5), _verl_penalty("k1", 2.0)),
+        (verl_penalty("k3", 1.0), verl_penalty("k2", 0.5), verl_penalty("k1", 2.0)),
     ),
     Method("unclipped", "policy gradient with importance weights", (verl("unclipped"),)),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import references
 import sources
 import torch
 
@@ -21,8 +22,8 @@ CASES = [
 ]
 
 
-def _ours(function: str, reference: sources.Reference, name: str) -> tuple[PolicyLoss, np.ndarray]:
-    batch = sources.batch_of(name)
+def _ours(function: str, reference: references.Reference, name: str) -> tuple[PolicyLoss, np.ndarray]:
+    batch = references.batch_of(name)
     leaf = batch.log_probs.clone().requires_grad_()
     result = LOSSES[function](
         leaf, batch.old_log_probs, batch.advantages, batch.response_mask, **reference.options(batch)
@@ -32,9 +33,11 @@ def _ours(function: str, reference: sources.Reference, name: str) -> tuple[Polic
 
 
 @pytest.mark.parametrize(("function", "reference", "batch"), CASES)
-def test_loss_and_gradient_equal_the_source(function: str, reference: sources.Reference, batch: str) -> None:
+def test_loss_and_gradient_equal_the_source(
+    function: str, reference: references.Reference, batch: str
+) -> None:
     result, gradient = _ours(function, reference, batch)
-    loss, expected = reference.compute(sources.batch_of(batch))
+    loss, expected = reference.compute(references.batch_of(batch))
     np.testing.assert_allclose(result.loss.item(), float(loss), rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(gradient, np.asarray(expected), rtol=1e-6, atol=1e-7)
     assert np.abs(gradient).max() > 0.01  # a comparison of zeros would say nothing
@@ -59,7 +62,7 @@ def test_the_comparisons_see_the_rule_both_act_and_not_act(method: sources.Metho
 
 @pytest.fixture(scope="module")
 def advantage_inputs() -> dict[str, Any]:
-    data = sources.fixtures()["advantages"]
+    data = references.fixtures()["advantages"]
     tensors: dict[str, Any] = {
         key: torch.tensor(data[key], dtype=torch.float64)
         for key in ("rewards", "token_rewards", "values", "response_mask")
@@ -70,7 +73,7 @@ def advantage_inputs() -> dict[str, Any]:
 @pytest.mark.parametrize("estimator", sources.ESTIMATORS, ids=lambda e: e.function)
 def test_advantages_equal_the_source(estimator: sources.Estimator, advantage_inputs: dict[str, Any]) -> None:
     mask = advantage_inputs["response_mask"].numpy()
-    expected = np.array(sources.fixtures()["advantages"][estimator.key])
+    expected = np.array(references.fixtures()["advantages"][estimator.key])
     ours = estimator.compute(advantage_inputs).numpy()
     if ours.ndim == 1:
         ours = ours[:, None] * mask
@@ -83,7 +86,7 @@ def test_gae_returns_equal_the_source(advantage_inputs: dict[str, Any]) -> None:
     _, returns = tether.advantages.gae(
         x["token_rewards"], x["values"], x["response_mask"], gamma=0.95, gae_lambda=0.8
     )
-    expected = np.array(sources.fixtures()["advantages"]["gae gamma=0.95 lam=0.8 returns"])
+    expected = np.array(references.fixtures()["advantages"]["gae gamma=0.95 lam=0.8 returns"])
     mask = x["response_mask"].numpy()
     np.testing.assert_allclose(returns.numpy(), expected * mask, rtol=1e-6, atol=1e-7)
 
