@@ -24,7 +24,7 @@ class TrainConfig:
     model: str = "embedded"
     """"embedded" (ships with Tether), a folder, or a name on the Hugging Face hub."""
     task: str = "chained"
-    """What to learn: arithmetic, chained, or gsm8k."""
+    """What to learn: a name of tether.llm.tasks.TASKS, such as chained, gsm8k, math or code."""
     task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of the task, such as path for a JSONL file with gsm8k's fields."""
 

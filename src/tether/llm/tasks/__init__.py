@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,24 @@ from typing import Any
 from tether.errors import ConfigError
 from tether.llm.tasks.arithmetic import ArithmeticTask
 from tether.llm.tasks.chained import ChainedTask
+from tether.llm.tasks.code import CodeTask
+from tether.llm.tasks.custom import CustomTask
 from tether.llm.tasks.gsm8k import GSM8KTask
+from tether.llm.tasks.math import MathTask
 from tether.llm.tasks.protocol import Problem, Prompt, Split, Task, Verdict
+from tether.llm.tasks.reasoning_gym import ReasoningGymTask
 from tether.llm.tasks.training import reward_function, to_dataset
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": ArithmeticTask,
     "chained": ChainedTask,
     "gsm8k": GSM8KTask,
+    "math": MathTask,
+    "amc": functools.partial(MathTask, benchmark="amc"),
+    "aime": functools.partial(MathTask, benchmark="aime"),
+    "reasoning_gym": ReasoningGymTask,
+    "code": CodeTask,
+    "custom": CustomTask,
 }
 """Every task by name; add your own entry to make it available to `make_task`."""
 
@@ -39,9 +50,9 @@ def make_task(name: str, **options: Any) -> Task:
 
     >>> make_task("chained", terms=3).max_response_tokens
     30
-    >>> make_task("chess")
+    >>> make_task("chess")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tether.errors.ConfigError: Unknown task 'chess'. Use one of: arithmetic, chained, gsm8k.
+    tether.errors.ConfigError: Unknown task 'chess'. Use one of: aime, amc, arithmetic, chained, code, ...
     """
     if name not in TASKS:
         raise ConfigError(f"Unknown task {name!r}. Use one of: {', '.join(sorted(TASKS))}.")
@@ -58,9 +69,13 @@ __all__ = [
     "TASKS",
     "ArithmeticTask",
     "ChainedTask",
+    "CodeTask",
+    "CustomTask",
     "GSM8KTask",
+    "MathTask",
     "Problem",
     "Prompt",
+    "ReasoningGymTask",
     "Split",
     "Task",
     "Verdict",

@@ -72,6 +72,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchTask(Task, Protocol):
+    """A task that checks many responses faster together than one by one."""
+
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """The verdicts `verify` would give, in order."""
+        ...
+
+
 def check_request(split: str, limit: int | None) -> None:
     """Refuse an unknown split or a limit below one.
 

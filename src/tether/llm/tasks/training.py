@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import DataError, InvalidInputError, MissingDependencyError
-from tether.llm.tasks.protocol import Split, Task
+from tether.llm.tasks.protocol import BatchTask, Split, Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -86,10 +86,10 @@ def reward_function(task: Task) -> Callable[..., list[float]]:
                 f"{len(completions)} completions came with {len(answers)} answers; give one answer a "
                 "completion."
             )
-        return [
-            task.verify(completion_text(completion), answer).reward
-            for completion, answer in zip(completions, answers, strict=True)
-        ]
+        texts = [completion_text(completion) for completion in completions]
+        if isinstance(task, BatchTask):
+            return [verdict.reward for verdict in task.verify_many(texts, answers)]
+        return [task.verify(text, answer).reward for text, answer in zip(texts, answers, strict=True)]
 
     reward.__name__ = f"{task.name}_reward"
     return reward

@@ -1,0 +1,41 @@
+"""Reading a data set from the Hugging Face hub, with errors that name row and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tether.errors import DataError, MissingDependencyError
+from tether.llm.tasks.jsonl import check_fields
+
+
+def read_hub(
+    name: str, split: str, fields: Sequence[str], config: str | None = None
+) -> list[tuple[str, dict[str, Any]]]:
+    """Read a split of a data set, giving for every row where it stands and the row.
+
+    Args:
+        name: The data set's name on the hub, such as ``"HuggingFaceH4/MATH-500"``.
+        split: The hub's own name of the split.
+        fields: Names every row must have, holding non-empty text.
+        config: The data set's configuration; None where it has one only.
+
+    Raises:
+        MissingDependencyError: `datasets` is not installed.
+        DataError: The hub cannot be reached, or a row lacks a field.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingDependencyError("The hub is read with `datasets`. Install tether-rl[llm].") from error
+    try:
+        rows = load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name} ({split}) could not be loaded from the hub ({type(error).__name__}: {error}). Connect, "
+            "check the name, or give the task a path to JSONL files."
+        ) from error
+    located = [(f"{name} {split} row {number}", dict(row)) for number, row in enumerate(rows)]
+    for where, row in located:
+        check_fields(row, where, fields)
+    return located
