@@ -190,3 +190,15 @@ def test_clip_ranges_that_make_no_sense_are_refused(options: dict[str, float], m
 def test_the_dictionary_knows_every_loss_by_its_name() -> None:
     assert {ppo_clip, troll, unclipped} <= set(LOSSES.values())
     assert all(loss.__name__ == name for name, loss in LOSSES.items())
+
+
+@pytest.mark.parametrize("method", [ppo_clip, unclipped])
+@pytest.mark.parametrize("log_ratio", [200.0, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_that_left_float32_has_a_finite_gradient(method, log_ratio, advantage):
+    log_probs = torch.tensor([[log_ratio, 0.1]], requires_grad=True)
+    old, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    result = method(log_probs, old, torch.tensor([advantage]), mask)
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert log_probs.grad.isfinite().all()

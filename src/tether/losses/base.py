@@ -65,11 +65,6 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask > 0, values, 0.0).amax()
 
 
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """log(new / old) of the sampled tokens, [B, T], zero where the mask is."""
-    return torch.where(response_mask > 0, log_probs - old_log_probs, 0.0)
-
-
 def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """GSPO's log-ratio of a sequence, spread over its tokens, [B, T].
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, check_tokens, log_ratio, masked_max, masked_mean
+from tether.losses.base import PolicyLoss
+from tether.losses.tokens import read_tokens
 
 
 def ppo_clip(
@@ -50,25 +51,16 @@ def ppo_clip(
         >>> round(result.loss.item(), 4), result.metrics["clipped"].item()
         (-1.1526, 0.5)
     """
-    advantages = check_tokens(log_probs, old_log_probs, advantages, response_mask)
+    tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
     _check_range(clip_ratio_low, clip_ratio_high, dual_clip)
-    ratio = log_ratio(log_probs, old_log_probs, response_mask).exp()
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
+    plain = -tokens.ratio * tokens.advantages
+    clipped = -tokens.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
     token_loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
-        token_loss = torch.where(
-            advantages < 0, torch.minimum(token_loss, -dual_clip * advantages), token_loss
-        )
+        floor = torch.minimum(token_loss, -dual_clip * tokens.advantages)
+        token_loss = torch.where(tokens.advantages < 0, floor, token_loss)
     loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
-    return PolicyLoss(
-        loss,
-        {
-            "clipped": masked_mean((clipped > plain).to(ratio.dtype), response_mask),
-            "ratio_mean": masked_mean(ratio.detach(), response_mask),
-            "ratio_max": masked_max(ratio.detach(), response_mask),
-        },
-    )
+    return PolicyLoss(loss, tokens.metrics(tokens.ratio, clipped > plain))
 
 
 def _check_range(low: float, high: float, dual_clip: float | None) -> None:

@@ -13,11 +13,11 @@ from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import (
     PolicyLoss,
     check_tokens,
-    log_ratio,
     masked_max,
     masked_mean,
     sequence_log_ratio,
 )
+from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
 from tether.projection import SparseLogProbs, kl_categorical, project_categorical, project_sparse
 from tether.projection.categorical import Region
 from tether.projection.solve import may_ask
@@ -242,27 +242,25 @@ def troll(
         >>> round(result.metrics["ratio_max"].item(), 2), result.metrics["projected"].item()
         (1.88, 1.0)
     """
-    advantages = check_tokens(log_probs, old_log_probs, advantages, response_mask)
+    check_tokens(log_probs, old_log_probs, advantages, response_mask)
     if not alpha >= 0:
         raise InvalidInputError(f"alpha must not be negative, got {alpha!r}.")
     if ratio_level not in ("token", "sequence"):
         raise InvalidInputError(f'ratio_level must be "token" or "sequence", got {ratio_level!r}.')
-    tokens = project_tokens(
+    projected = project_tokens(
         log_probs, old_log_probs, response_mask, response_ids, new, old,
         kl_bound=kl_bound, tail=tail, region=region,
     )  # fmt: skip
-    log_weight = log_ratio(tokens.log_probs, tokens.old_log_probs, response_mask)
+    tokens = read_tokens(projected.log_probs, projected.old_log_probs, advantages, response_mask)
+    ratio = tokens.ratio
     if ratio_level == "sequence":
-        log_weight = sequence_log_ratio(log_weight, response_mask)
-    ratio = log_weight.exp()
-    token_loss = -ratio * advantages
+        ratio = sequence_log_ratio(tokens.log_ratio, response_mask).clamp_max(LARGEST_LOG_RATIO).exp()
+    token_loss = -ratio * tokens.advantages
     if alpha > 0:
-        token_loss = token_loss + alpha * tokens.regression
+        token_loss = token_loss + alpha * projected.regression
     loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
-    metrics = tokens.metrics(response_mask)
+    metrics = projected.metrics(response_mask) | tokens.metrics(ratio)
     metrics["entropy"] = masked_mean(_entropy(new), response_mask)
-    metrics["ratio_mean"] = masked_mean(ratio.detach(), response_mask)
-    metrics["ratio_max"] = masked_max(ratio.detach(), response_mask)
     return PolicyLoss(loss, metrics)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, check_tokens, log_ratio, masked_max, masked_mean
+from tether.losses.base import PolicyLoss
+from tether.losses.tokens import read_tokens
 
 
 def unclipped(
@@ -37,15 +38,7 @@ def unclipped(
         >>> round(unclipped(new, old, torch.tensor([1.0]), mask).loss.item(), 4)
         -1.3244
     """
-    advantages = check_tokens(log_probs, old_log_probs, advantages, response_mask)
-    ratio = log_ratio(log_probs, old_log_probs, response_mask).exp()
-    loss = aggregate(
-        -ratio * advantages, response_mask, loss_agg_mode, max_response_length=max_response_length
-    )
-    return PolicyLoss(
-        loss,
-        {
-            "ratio_mean": masked_mean(ratio.detach(), response_mask),
-            "ratio_max": masked_max(ratio.detach(), response_mask),
-        },
-    )
+    tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
+    token_loss = -tokens.ratio * tokens.advantages
+    loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
+    return PolicyLoss(loss, tokens.metrics(tokens.ratio))
