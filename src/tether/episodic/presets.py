@@ -116,14 +116,17 @@ def _hopper() -> EpisodicConfig:
 
 
 def _hopper_quick() -> EpisodicConfig:
+    """A quarter of the episodes at three times the learning rate, and a critic that knows the time."""
     paper = _hopper()
     return replace(
         paper,
         iterations=200,
         episodes=16,
-        critic=replace(paper.critic, learning_rate=3e-4),
+        precision="float32",
+        critic=replace(paper.critic, learning_rate=3e-4, time_input=True, normalise_targets=True),
         update=replace(paper.update, learning_rate=3e-4),
         evaluate_every=5,
+        checkpoint_every=20,
     )
 
 
