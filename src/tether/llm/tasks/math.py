@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,6 +35,11 @@ FILES: dict[str, str] = {
 """What the files of a data folder are called."""
 
 _PLAIN_LENGTH = 200
+# What math-verify passes over: the base of a numeral (52_8) and the power of a unit (\\text{ cm}^2).
+_MARKS = (
+    re.compile(r"\d_\{?(\d+)\}?", re.ASCII),
+    re.compile(r"\\(?:text|mbox|mathrm|rm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?", re.ASCII),
+)
 _Rows = list[tuple[str, dict[str, Any]]]
 
 
@@ -124,7 +130,9 @@ class MathTask:
         compared by meaning. Part ``"boxed"`` is 1 when the response has a complete box.
         """
         boxed = last_boxed(response)
-        correct = any(self._verifier.check(form, problem_answer) for form in self._forms(response, boxed))
+        correct = _marks_agree(response if boxed is None else boxed, problem_answer) and any(
+            self._verifier.check(form, problem_answer) for form in self._forms(response, boxed)
+        )
         reward = float(correct) + self.box_reward * (boxed is not None)
         return Verdict(reward, correct, {"correct": float(correct), "boxed": float(boxed is not None)})
 
@@ -163,6 +171,19 @@ class MathTask:
         content = f"{question}\n\n{self.instruction}" if self.instruction else question
         metadata = {name: row[name] for name in ("solution", "level", "subject", "type") if row.get(name)}
         return Problem([{"role": "user", "content": content}], _answer(where, row), metadata)
+
+
+def _marks_agree(given: str, reference: str) -> bool:
+    r"""Whether bases of numerals and powers of units, where both texts have them, are the same.
+
+    >>> _marks_agree("52_{8}", "52_8"), _marks_agree("52_9", "52_8"), _marks_agree("52", "52_8")
+    (True, False, True)
+    """
+    for pattern in _MARKS:
+        found, wanted = pattern.findall(given), pattern.findall(reference)
+        if found and wanted and found != wanted:
+            return False
+    return True
 
 
 def _key(row: dict[str, Any]) -> str:

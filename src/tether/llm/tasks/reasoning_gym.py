@@ -39,10 +39,13 @@ _MATH_NAMES = frozenset(
 _LONGEST_EXPRESSION = 500
 _LARGEST_EXPONENT = 99
 _LONGEST_NUMBER = 30
+# Exponents: 12, (3/2), (-1), x, (2*x). Anything larger could keep a processor busy for ever.
 _EXPONENT = re.compile(
-    r"\s*(?:(\d{1,4})(?!\d)|\(\s*-?\s*(\d{1,4})(?:\s*/\s*\d{1,4})?\s*\)|[A-Za-z(])", re.ASCII
+    r"\s*(?:(\d{1,4})(?!\d)|\(\s*-?\s*(\d{1,4})(?:\s*/\s*\d{1,4})?\s*\)"
+    r"|[A-Za-z](?!\w)|\(\s*-?\s*(?:\d{1,2}\s*\*\s*)?[A-Za-z]\s*\))",
+    re.ASCII,
 )
-_TOWER = re.compile(r"(?:\*\*|\^)\s*[\w.]+\s*(?:\*\*|\^)")
+_TOWER = re.compile(r"(?:\*\*|\^)\s*(?:[\w.]+|\([^()]*\))\s*(?:\*\*|\^)")
 _CHUNK = 2000  # some data sets plan all their problems when they are made
 
 
@@ -240,7 +243,7 @@ def is_plain(answer: str) -> bool:
 def _is_formula(text: str) -> bool:
     """Numbers, operators, single letters and known functions; no tower of powers, no large exponent."""
     text = text.strip()
-    position = open_powers = nested = 0
+    position = nested = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
@@ -255,10 +258,9 @@ def _is_formula(text: str) -> bool:
             exponent = _EXPONENT.match(rest)
             if exponent is None or int(exponent[1] or exponent[2] or 0) > _LARGEST_EXPONENT:
                 return False
-            open_powers += not (exponent[1] or exponent[2])
             nested += text[:position].rstrip().endswith(")")
         position = match.end()
-    return bool(text) and open_powers <= 1 and nested <= 2 and not _TOWER.search(text)
+    return bool(text) and nested <= 2 and not _TOWER.search(text)
 
 
 def _place(problem_answer: str) -> tuple[int, int]:
