@@ -156,6 +156,14 @@ def test_kill_9_and_resume_reproduce_the_run(uninterrupted: Path, tmp_path: Path
     assert_same_state(final_state(out), final_state(uninterrupted))
 
 
+def test_a_run_stopped_early_goes_on_to_the_same_end(uninterrupted: Path, tmp_path: Path) -> None:
+    train(tiny(), tmp_path / "run", until=3)
+    assert not RunFolder.open(tmp_path / "run").finished
+    assert [row["step"] for row in content(tmp_path / "run")[0]] == [1, 2, 3]
+    train(tiny(), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == content(uninterrupted)
+
+
 def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
     before = content(uninterrupted)
     train(tiny(), uninterrupted, resume=True)

@@ -40,6 +40,7 @@ def train(
     *,
     label: str | None = None,
     resume: bool = False,
+    until: int | None = None,
     tensorboard: bool = False,
     torch_threads: int | None = 1,
     report: Report | None = None,
@@ -56,6 +57,8 @@ def train(
         out: the run's folder, new or empty unless `resume`.
         label: the run's name in legends; the algorithm's by default.
         resume: go on where the folder's latest checkpoint stands.
+        until: stop after this iteration, with a checkpoint, and leave the run to be resumed. The schedules
+            still end with `config.iterations`: this is for a look at the beginning of a long run.
         tensorboard: mirror metrics into the run folder's TensorBoard files.
         torch_threads: set for this process; these networks are too small to gain from more than one. None
             leaves it alone.
@@ -91,7 +94,7 @@ def train(
         loop = _Loop(build_agent(config, sampler.spec), sampler, run, report)
         loop.restore()
         if not run.finished:
-            loop.run_all()
+            loop.run(until=config.iterations if until is None else min(until, config.iterations))
     return run
 
 
@@ -99,17 +102,17 @@ class _Loop:
     def __init__(self, agent: EpisodicAgent, sampler: EpisodeSampler, run: RunFolder, report: Report) -> None:
         self.agent = agent
         self.sampler = sampler
-        self.run = run
+        self.run_folder = run
         self.report = report
         self.done = 0
         self.env_steps = 0
 
     def restore(self) -> None:
         """Stand where the latest checkpoint stands, or at the beginning."""
-        if self.run.finished:
+        if self.run_folder.finished:
             return
-        checkpoint = self.run.latest_checkpoint()
-        self.run.truncate_after(checkpoint.step if checkpoint else -1)
+        checkpoint = self.run_folder.latest_checkpoint()
+        self.run_folder.truncate_after(checkpoint.step if checkpoint else -1)
         if checkpoint is None:
             return
         state = _read_state(checkpoint.path / _STATE_FILE)
@@ -117,21 +120,21 @@ class _Loop:
         self.sampler.set_random_state(state["sampler"])
         self.done, self.env_steps = checkpoint.step, state["env_steps"]
 
-    def run_all(self) -> None:
+    def run(self, until: int) -> None:
         config = self.agent.config
         if self.done == 0:
             self._evaluate()
-        while self.done < config.iterations:
+        while self.done < until:
             metrics = self._iterate()
             self.done += 1
-            self.run.log(self.done, **metrics)
+            self.run_folder.log(self.done, **metrics)
             self.report(self.done, metrics)
-            last = self.done == config.iterations
-            if last or self.done % config.evaluate_every == 0:
+            if self.done == config.iterations or self.done % config.evaluate_every == 0:
                 self._evaluate()
-            if last or self.done % config.checkpoint_every == 0:
+            if self.done == until or self.done % config.checkpoint_every == 0:
                 self._save()
-        self.run.mark_finished()
+        if self.done == config.iterations:
+            self.run_folder.mark_finished()
 
     def _iterate(self) -> dict[str, float]:
         config = self.agent.config
@@ -152,12 +155,12 @@ class _Loop:
     def _evaluate(self) -> None:
         result = evaluate_agent(self.agent, self.sampler, self.agent.config.evaluation_episodes)
         numbers = {"env_steps": self.env_steps, **result.summary()}
-        self.run.log_eval(self.done, **numbers)
+        self.run_folder.log_eval(self.done, **numbers)
         self.report(self.done, numbers)
 
     def _save(self) -> None:
         config = self.agent.config
-        folder = self.run.checkpoint_folder(self.done)
+        folder = self.run_folder.checkpoint_folder(self.done)
         state = {
             "agent": self.agent.state_dict(),
             "sampler": self.sampler.random_state(),
@@ -166,7 +169,7 @@ class _Loop:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         atomic_write_bytes(folder / _STATE_FILE, buffer.getvalue())
-        self.run.mark_complete(self.done, keep=config.keep_checkpoints)
+        self.run_folder.mark_complete(self.done, keep=config.keep_checkpoints)
 
 
 def load_agent(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> EpisodicAgent:
