@@ -20,7 +20,7 @@ from tether.episodic.config import (
 )
 from tether.episodic.critic import Critic, CriticConfig
 from tether.episodic.evaluate import evaluate_agent
-from tether.episodic.policy import PolicyConfig
+from tether.episodic.policy import Covariance, PolicyConfig
 from tether.episodic.presets import PRESETS, preset
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import Episodes, EpisodeSampler
@@ -83,6 +83,71 @@ def test_a_motion_that_earned_more_becomes_more_likely(algo: Algorithm, sampler:
     after = agent.policy(plan.inputs).log_prob(plan.weights) - plan.distribution.log_prob(plan.weights)
     assert after[0] > 0.5
     assert after[1:].mean() < 0
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_contextual_covariances_learn_too(
+    algo: Algorithm, covariance: Covariance, sampler: EpisodeSampler
+) -> None:
+    policy = PolicyConfig((32,), "tanh", covariance=covariance, contextual_covariance=True)
+    agent = build_agent(small_config(algo, policy=policy), sampler.spec)
+    plan, episodes = tried(agent, sampler)
+    rewards = np.zeros_like(episodes.rewards)
+    rewards[0] = 1.0
+    agent.update(plan, replace(episodes, rewards=rewards), progress=0.0)
+    after = agent.policy(plan.inputs)
+    gain = after.log_prob(plan.weights) - plan.distribution.log_prob(plan.weights)
+    assert gain[0] > 0.5
+    assert gain[1:].mean() < 0
+    assert after.scale.std(0).max() > 0  # each context has its own by now
+
+
+def test_the_first_gradient_is_the_policy_gradient_of_the_segments(sampler: EpisodeSampler) -> None:
+    """With an untouched network the projection is the identity and every ratio 1, so one step of plain
+    gradient descent follows mean(A grad log p(segment)); here p comes from torch.distributions."""
+    config = small_config(trust_region=TrustRegionConfig(0.1, 0.02, regression_weight=0.0))
+    config = replace(config, update=replace(config.update, epochs=1))
+    agent = build_agent(config, sampler.spec)
+    agent.policy_optimizer = torch.optim.SGD(agent.policy.parameters(), lr=1.0)  # type: ignore[assignment]
+    plan, episodes = tried(agent, sampler)
+    before = [parameter.detach().clone() for parameter in agent.policy.parameters()]
+    draws = agent.generator.get_state()
+    points = agent._draw_points()  # type: ignore[attr-defined]
+    agent.generator.set_state(draws)
+    with torch.no_grad():
+        agent.critic.observe(torch.as_tensor(episodes.observations[:, :-1]))
+        values = agent.critic(torch.as_tensor(episodes.observations[:, :-1]))
+        agent.critic.statistics = type(agent.critic.statistics)(sampler.spec.observation_size)
+    rewards = torch.as_tensor(episodes.rewards)
+    advantages = torch.stack(
+        [
+            rewards[:, a:b].sum(1) + values[:, b] - values[:, a]
+            for a, b in zip(points[:-1].tolist(), points[1:].tolist(), strict=True)
+        ],
+        dim=1,
+    )
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    distribution = agent.policy(plan.inputs)
+    basis = agent.basis.positions
+    pairs = [basis[[a, b]] for a, b in zip(points[:-1].tolist(), points[1:].tolist(), strict=True)]
+    matrices = [torch.kron(pair, torch.eye(2, dtype=pair.dtype)) for pair in pairs]  # positions by end, joint
+    order = torch.arange(agent.motion.num_weights).reshape(2, -1).mT.flatten()  # weights by basis, joint
+    covariance = distribution.scale @ distribution.scale.mT
+    covariances = [matrix @ covariance[order][:, order] @ matrix.mT for matrix in matrices]
+    ridge = 1e-4 * max(c.diagonal().max().item() for c in covariances)
+    objective = torch.zeros((), dtype=torch.float64)
+    for s, (matrix, cov) in enumerate(zip(matrices, covariances, strict=True)):
+        normal = torch.distributions.MultivariateNormal(
+            distribution.mean[:, order] @ matrix.mT, cov + ridge * torch.eye(4, dtype=torch.float64)
+        )
+        objective = objective + (advantages[:, s] * normal.log_prob(plan.weights[:, order] @ matrix.mT)).sum()
+    expected = torch.autograd.grad(objective / advantages.numel(), list(agent.policy.parameters()))
+    agent.update(plan, episodes, progress=0.0)
+    agent_moves = [new - old for new, old in zip(agent.policy.parameters(), before, strict=True)]
+    factor = config.update.learning_rate  # update() sets the optimiser's learning rate
+    for move, gradient in zip(agent_moves, expected, strict=True):
+        assert torch.allclose(move / factor, gradient, atol=1e-8)
 
 
 def test_the_last_reward_moves_the_policy_only_if_asked(sampler: EpisodeSampler) -> None:

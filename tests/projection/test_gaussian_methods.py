@@ -1,0 +1,136 @@
+"""Wasserstein-2, Frobenius and the entropy bound against closed forms, scipy and torch.distributions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import sqrtm
+from torch import Tensor
+
+from gaussians import F64, random_factor, random_mean, tril_parameter
+from tether.projection import (
+    diagonal_gaussian_entropy,
+    gaussian_entropy,
+    kl_diagonal_gaussian,
+    kl_gaussian,
+    project_gaussian,
+)
+from tether.projection.gaussian_curves import KullbackLeiblerCurve, WassersteinCurve
+
+# ------------------------------------------------------------------------------- the other divergences
+
+
+def test_wasserstein_equals_the_published_closed_form_where_the_covariances_commute() -> None:
+    """Σ'^½ = (Σ^½ + η Σ_o^½) / (1 + η), η = sqrt(d / bound) - 1, in a shared eigenbasis."""
+    basis = torch.linalg.qr(random_mean(4, 4, seed=0)).Q
+    old_roots = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=F64)
+    new_roots = torch.tensor([2.0, 1.0, 0.7, 3.0], dtype=F64)
+    old, new = (torch.linalg.cholesky((basis * roots**2) @ basis.mT) for roots in (old_roots, new_roots))
+    distance = ((new_roots / old_roots - 1) ** 2).sum()
+    eta = (distance / 0.05).sqrt() - 1
+    roots = (new_roots + eta * old_roots) / (1 + eta)
+    mean = torch.zeros(4, dtype=F64)
+    ours = project_gaussian(mean, new, mean, old, 0.1, 0.05, method="wasserstein")
+    assert torch.allclose(ours.cov_kl, distance, rtol=1e-10)
+    assert torch.allclose(ours.scale_tril @ ours.scale_tril.mT, (basis * roots**2) @ basis.mT, atol=1e-10)
+
+
+def test_wasserstein_distance_in_old_coordinates_meets_the_bound_for_any_covariances() -> None:
+    """The distance from the Bures formula with scipy's matrix square root."""
+    old, new = random_factor(5, seed=0), random_factor(5, seed=1, spread=3)
+    mean = torch.zeros(5, dtype=F64)
+    ours = project_gaussian(mean, new, mean, old, 0.1, 0.05, method="wasserstein").scale_tril
+    ratio = torch.linalg.solve_triangular(old, ours, upper=False).numpy()
+    whitened = ratio @ ratio.T
+    assert np.isclose(np.trace(whitened + np.eye(5) - 2 * np.real(sqrtm(whitened))), 0.05, rtol=1e-9)
+
+
+def test_frobenius_interpolates_covariances_to_the_bound() -> None:
+    old, new = random_factor(4, seed=0), random_factor(4, seed=1, spread=3)
+    mean = torch.zeros(4, dtype=F64)
+    ours = project_gaussian(mean, new, mean, old, 0.1, 0.05, method="frobenius").scale_tril
+    change, whole = ours @ ours.mT - old @ old.mT, new @ new.mT - old @ old.mT
+    assert torch.allclose((change**2).sum(), torch.tensor(0.05, dtype=F64), rtol=1e-9)
+    omega = ((whole**2).sum() / 0.05).sqrt() - 1
+    assert torch.allclose(change, whole / (1 + omega), atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["wasserstein", "frobenius"])
+def test_other_methods_bound_the_mahalanobis_distance_of_the_mean(method: str) -> None:
+    old = 2 * torch.eye(2, dtype=F64)
+    mean, zero = torch.tensor([2.0, 0.0], dtype=F64), torch.zeros(2, dtype=F64)
+    result = project_gaussian(mean, old, zero, old, 0.25, 0.1, method=method)  # type: ignore[arg-type]
+    assert result.mean_kl.item() == 1.0
+    assert torch.allclose(result.mean, torch.tensor([1.0, 0.0], dtype=F64))
+
+
+@pytest.mark.parametrize("curve", [KullbackLeiblerCurve(), WassersteinCurve()])
+def test_curve_derivatives_are_those_of_finite_differences(
+    curve: KullbackLeiblerCurve | WassersteinCurve,
+) -> None:
+    lam = torch.tensor([[3.0, 0.2, 1.4]], dtype=F64)
+    bound, tiny = torch.tensor([0.03], dtype=F64), 1e-6
+    s = curve.step(lam, bound)
+    by_step = (curve.ratios(lam, s + tiny) - curve.ratios(lam, s - tiny)) / (2 * tiny)
+    assert torch.allclose(curve.slope(lam, s), by_step, rtol=1e-7)
+    for index in range(3):
+        shift = torch.zeros_like(lam)
+        shift[0, index] = tiny
+        change = (curve.step(lam + shift, bound) - curve.step(lam - shift, bound)) / (2 * tiny)
+        assert torch.allclose(curve.step_gradient(lam, s)[:, index], change, rtol=1e-5)
+    first, second = lam[:, :1], lam[:, 1:2]
+    by_difference = (curve.ratios(first, s) - curve.ratios(second, s)) / (first - second)
+    assert torch.allclose(curve.quotient(first, second, s), by_difference, rtol=1e-10)
+
+
+# -------------------------------------------------------------------------------------------- entropy
+
+
+def test_entropy_bound_widens_by_one_factor_to_exactly_the_bound() -> None:
+    factor = random_factor(3, 4, seed=0)
+    entropies = torch.distributions.MultivariateNormal(torch.zeros(4, dtype=F64), scale_tril=factor).entropy()
+    bound = entropies + torch.tensor([-1.0, 0.5, 2.0], dtype=F64)  # the first row needs nothing
+    mean = torch.zeros(3, 4, dtype=F64)
+    widened = project_gaussian(mean, factor, mean, factor, 0.1, 0.1, entropy_bound=bound).scale_tril
+    after = torch.distributions.MultivariateNormal(torch.zeros(4, dtype=F64), scale_tril=widened).entropy()
+    assert torch.equal(widened[0], factor[0])
+    assert torch.allclose(after[1:], bound[1:], atol=1e-12)
+    ratio = widened[1:] / factor[1:].where(factor[1:] != 0, 1.0)
+    inside = ratio[:, torch.ones(4, 4).tril().bool()]
+    assert torch.allclose(inside, inside[:, :1].expand_as(inside))
+
+
+def test_entropy_bound_is_differentiable() -> None:
+    old = random_factor(3, seed=0)
+    raw = (random_mean(3, 3, seed=1)).requires_grad_()
+
+    def project(raw: Tensor) -> Tensor:
+        mean = torch.zeros(3, dtype=F64)
+        return project_gaussian(mean, tril_parameter(raw), mean, old, 0.1, 0.01, entropy_bound=9.0).scale_tril
+
+    assert gaussian_entropy(project(raw)).item() == pytest.approx(9.0)
+    assert torch.autograd.gradcheck(project, (raw,), eps=1e-6, atol=1e-6, rtol=1e-4)
+
+
+def test_divergence_and_entropy_agree_with_torch_distributions() -> None:
+    new, old = random_factor(3, 5, seed=0), random_factor(3, 5, seed=1, spread=2)
+    mean, old_mean = random_mean(3, 5, seed=2), random_mean(3, 5, seed=3)
+    p = torch.distributions.MultivariateNormal(mean, scale_tril=new)
+    q = torch.distributions.MultivariateNormal(old_mean, scale_tril=old)
+    assert torch.allclose(sum(kl_gaussian(mean, new, old_mean, old)), torch.distributions.kl_divergence(p, q))
+    assert torch.allclose(gaussian_entropy(new), p.entropy())
+    scale, old_scale = (factor.diagonal(dim1=-2, dim2=-1) for factor in (new, old))
+    p = torch.distributions.Independent(torch.distributions.Normal(mean, scale), 1)
+    q = torch.distributions.Independent(torch.distributions.Normal(old_mean, old_scale), 1)
+    diagonal = kl_diagonal_gaussian(mean, scale, old_mean, old_scale)
+    assert torch.allclose(sum(diagonal), torch.distributions.kl_divergence(p, q))
+    assert torch.allclose(diagonal_gaussian_entropy(scale), p.entropy())
+
+
+def test_divergence_of_nearly_equal_covariances_keeps_its_digits() -> None:
+    """W² / ... by hand: Σ = (1 + t)² Σ_o has divergence W/2 ((1+t)² - 1 - 2 log(1+t)) ≈ W t²."""
+    old = random_factor(6, seed=0)
+    mean = torch.zeros(6, dtype=F64)
+    kl = kl_gaussian(mean, old * (1 + 1e-7), mean, old)[1]
+    assert kl.item() == pytest.approx(6 * 1e-14, rel=1e-6)
