@@ -175,7 +175,8 @@ def test_programs_die_with_a_host_that_is_killed(tmp_path: Path) -> None:
         "from tether.llm.sandbox import Sandbox\n"
         f"with Sandbox(1, backend='namespaces') as s: s.run({program!r}, time_limit=600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", host])
+    # Killed, it leaves an empty folder, which pytest clears away.
+    process = subprocess.Popen([sys.executable, "-c", host], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         assert wait_for(lambda: len(named(name)) == 1, 90)
     finally:
