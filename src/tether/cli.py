@@ -16,10 +16,14 @@ usage: tether COMMAND ...
 
 Trust regions for policy updates, from LLM tokens to robot trajectories.
 
-  tether llm train       train a language model on a task
-  tether llm eval        measure a model on held-out problems
-  tether llm compare     train several trust regions side by side, with a report
-  tether report RUN ...  one HTML report of any runs
+  tether llm train             train a language model on a task
+  tether llm eval              measure a model on held-out problems
+  tether llm compare           train several trust regions side by side, with a report
+  tether episodic train        learn a robot's motion; alone, the three-minute demo
+  tether episodic eval RUN     measure a learned motion
+  tether episodic render RUN   film it beside the untrained one
+  tether episodic compare      train several algorithms and seeds, with a report
+  tether report RUN ...        one HTML report of any runs
 
 Each command lists its options with --help and reads them from a file with --config FILE.yaml;
 options typed besides the file override it."""
@@ -85,6 +89,44 @@ def _llm_compare(arguments: list[str]) -> None:
     _report_on(compare(config), config.output / "report")
 
 
+def _episodic_train(arguments: list[str]) -> None:
+    from tether.episodic.commands import TrainConfig, defaults_for, train_command
+
+    arguments = _with_settings_file(arguments)
+    config = _parse(TrainConfig, "tether episodic train", arguments, default=defaults_for(arguments))
+    run = train_command(config)
+    print(f"The run is in {run.path}, its pictures in {run.path / 'figures'}.")
+    print(f"See it with: tether report {run.path}")
+
+
+def _episodic_eval(arguments: list[str]) -> None:
+    from tether.episodic.commands import EvalConfig, eval_command, print_evaluation
+
+    config = _parse(EvalConfig, "tether episodic eval", _run_first(arguments))
+    print_evaluation(eval_command(config))
+
+
+def _episodic_render(arguments: list[str]) -> None:
+    from tether.episodic.commands import RenderConfig, film_run
+
+    config = _parse(RenderConfig, "tether episodic render", _run_first(arguments))
+    print(f"Film: {film_run(config).resolve().as_uri()}")
+
+
+def _episodic_compare(arguments: list[str]) -> None:
+    from tether.episodic.commands import CompareConfig, compare_command
+
+    config = _parse(CompareConfig, "tether episodic compare", arguments)
+    _report_on(compare_command(config), config.output / "report")
+
+
+def _run_first(arguments: list[str]) -> list[str]:
+    """Let the run's folder be typed without --run before it."""
+    if arguments and not arguments[0].startswith("-"):
+        return ["--run", *arguments]
+    return arguments
+
+
 def _report(arguments: list[str]) -> None:
     import argparse
 
@@ -107,14 +149,23 @@ def _report_on(runs: Sequence[Path], output: Path, title: str | None = None) -> 
     print(f"\nReport: {page.resolve().as_uri()}")
 
 
-def _parse(config: type[Config], program: str, arguments: list[str]) -> Config:
+def _parse(config: type[Config], program: str, arguments: list[str], default: Config | None = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
         import tyro
     except ImportError as error:
         raise MissingDependencyError(
-            "The command line needs an extra: pip install 'tether-rl[llm]' for language models."
+            "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
+            "'tether-rl[episodic]' for robots."
         ) from error
+    arguments = _with_settings_file(arguments)
+    if default is None:
+        return tyro.cli(config, prog=program, args=arguments)
+    return tyro.cli(config, prog=program, args=arguments, default=default)
+
+
+def _with_settings_file(arguments: list[str]) -> list[str]:
+    """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
     from_file: list[str] = []
@@ -124,13 +175,17 @@ def _parse(config: type[Config], program: str, arguments: list[str]) -> Config:
             raise TetherError("--config needs a file name after it.")
         from_file += options_from_file(arguments[place + 1])
         arguments = arguments[:place] + arguments[place + 2 :]
-    return tyro.cli(config, prog=program, args=from_file + arguments)
+    return from_file + arguments
 
 
 _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "llm train": _llm_train,
     "llm eval": _llm_eval,
     "llm compare": _llm_compare,
+    "episodic train": _episodic_train,
+    "episodic eval": _episodic_eval,
+    "episodic render": _episodic_render,
+    "episodic compare": _episodic_compare,
     "report": _report,
 }
 _GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}

@@ -20,6 +20,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     "success_greedy": ("greedy", "{:.1%}"),
     "reward": ("reward", "{:.3f}"),
     "return_mean": ("return", "{:.3g}"),
+    "max_height_greedy": ("greedy height", "{:.2f} m"),
     "kl_mean": ("KL", "{:.2g}"),
     "kl_mean_part": ("KL mean", "{:.2g}"),
     "kl_cov_part": ("KL cov", "{:.2g}"),

@@ -119,6 +119,9 @@ EPISODIC_PANELS = (
          "Share of contexts on which the trust region acted.", percent=True),
     Spec("jerk", "Smoothness of the motion", "mean squared jerk",
          "Jerk is the change of acceleration: lower is smoother.", source=_EVALUATION),
+    Spec("jerk_greedy", "Smoothness of the mean motion", "root mean square jerk",
+         "Jerk is the change of acceleration (position units per second cubed): lower is smoother.",
+         source=_EVALUATION),
     Spec("smoothness", "Smoothness of the motion", "smoothness",
          "As the evaluation measures it.", source=_EVALUATION),
 )  # fmt: skip

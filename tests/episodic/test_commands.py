@@ -1,0 +1,310 @@
+"""`tether episodic ...`: what presets and typed options mean, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from tether.cli import main
+from tether.episodic import commands
+from tether.episodic.commands import (
+    CompareConfig,
+    EvalConfig,
+    RenderConfig,
+    TrainConfig,
+    comparison_runs,
+    defaults_for,
+    film_run,
+    preset_for,
+    summarise_evaluation,
+    train_config,
+)
+from tether.episodic.evaluate import Evaluation
+from tether.episodic.presets import PRESETS, preset
+from tether.episodic.train import load_config
+from tether.errors import CheckpointError, ConfigError, MissingDependencyError
+from tether.experiments import RunFolder
+
+POINT = "tether/PointReach-v0"
+TINY = (
+    "--env", POINT, "--seed", "3", "--iterations", "4", "--episodes", "4", "--workers", "0",
+    "--policy.hidden-sizes", "8", "--critic.hidden-sizes", "8", "--critic.epochs", "2",
+    "--update.epochs", "2", "--update.segment-points", "5", "--motion.num-basis", "2",
+    "--evaluate-every", "2", "--evaluation-episodes", "3", "--checkpoint-every", "2",
+)  # fmt: skip
+TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
+
+
+def tether(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def content(run: Path) -> list[list[dict[str, Any]]]:
+    folder = RunFolder.open(run)
+    return [
+        [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+        for rows in (folder.metrics(), folder.evals())
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "point"
+    assert tether("episodic", "train", *TINY, "--output", str(path)) == 0
+    return path
+
+
+# What options mean.
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_typed_alone_is_the_preset(name: str) -> None:
+    assert train_config(name).episodic_config() == preset(name)
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_has_a_variant_for_the_other_algorithm_on_the_same_environment(
+    name: str, algo: Any
+) -> None:
+    variant = preset(preset_for(name, algo))
+    assert (variant.algo, variant.env_id) == (algo, preset(name).env_id)
+
+
+def test_an_environment_alone_takes_its_paper_preset() -> None:
+    assert train_config(env="tether/HopperJump-v0").preset == "hopper-jump-paper"
+    assert train_config(env="tether/HopperJump-v0", algo="bbrl").preset == "hopper-jump-bbrl"
+    assert train_config(env=POINT).preset is None
+
+
+def test_typed_options_override_the_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[TrainConfig] = []
+
+    def note(config: TrainConfig) -> RunFolder:
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(commands, "train_command", note)
+    words = ("--preset", "hopper-jump-quick", "--seed", "7", "--trust-region.mean-bound", "0.25")
+    assert tether("episodic", "train", *words) == 1
+    expected = preset("hopper-jump-quick")
+    expected = replace(expected, seed=7, trust_region=replace(expected.trust_region, mean_bound=0.25))
+    assert seen[0].episodic_config() == expected
+    # A file's preset and options, then one typed besides it.
+    file = tmp_path / "settings.yaml"
+    file.write_text("preset: hopper-jump-paper\niterations: 5\nepisodes: 3\n")
+    assert tether("episodic", "train", "--config", str(file), "--episodes", "2") == 1
+    assert seen[1].episodic_config() == replace(preset("hopper-jump-paper"), iterations=5, episodes=2)
+
+
+def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = CompareConfig(tmp_path, preset="metaworld-quick:reach-v3", seeds=(0, 4), iterations=9)
+    runs = comparison_runs(config)
+    assert [(run.algo, run.seed) for run in runs] == [("tce", 0), ("tce", 4), ("bbrl", 0), ("bbrl", 4)]
+    seen: list[TrainConfig] = []
+
+    def note(config: TrainConfig) -> RunFolder:
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(commands, "train_command", note)
+    for one in runs:
+        assert tether("episodic", "train", *commands._job(one).command[5:]) == 1
+    assert seen == runs
+
+
+def test_runs_do_not_share_a_default_folder() -> None:
+    folders = {
+        replace(train_config(name, algo=algo), seed=seed).folder()
+        for name in ("hopper-jump-quick", "metaworld-quick:reach-v3")
+        for algo in ("tce", "bbrl")
+        for seed in (0, 1)
+    }
+    assert len(folders) == 8
+    assert Path("runs/metaworld-quick-reach-v3-tce-seed1") in folders
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--preset", "hopper-jmp"), "hopper-jump-quick"),
+        (("--preset", "hopper-jump-quick", "--env", POINT), "Give only one"),
+        (("--algo", "ppo"), "'ppo'"),
+        (("--env", "tether/Nothing-v0", "--iterations", "1"), "tether/HopperJump-v0"),
+        (("--config", "/no/such/file.yaml"), "cannot be read"),
+    ],
+)
+def test_wrong_names_are_one_message_that_says_what_is_known(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert tether("episodic", "train", *words, "--output", str(tmp_path / "run")) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_defaults_are_found_where_options_are_typed_with_an_equals_sign() -> None:
+    assert defaults_for(["--algo=bbrl", "--preset=hopper-jump-quick"]) == train_config(
+        "hopper-jump-bbrl-quick"
+    )
+
+
+@pytest.mark.parametrize("config", [{"algos": ()}, {"seeds": (1, 1)}, {"jobs": 0}])
+def test_a_comparison_of_nothing_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CompareConfig(**config)
+
+
+# What is written.
+
+
+def test_training_leaves_numbers_a_checkpoint_and_the_exploration_picture(run: Path) -> None:
+    folder = RunFolder.open(run)
+    assert folder.finished
+    assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4]
+    assert [row["step"] for row in folder.evals()] == [0, 2, 4]
+    assert [path.name for path in folder.figures()] == ["exploration.png"]
+    assert load_config(run).policy.hidden_sizes == (8,)
+
+
+def test_a_run_without_a_film_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    def refuse(*_: object, **__: object) -> Path:
+        raise MissingDependencyError("No OpenGL that works without a screen was found.")
+
+    monkeypatch.setattr(commands, "render_motions", refuse)
+    out = tmp_path / "run"
+    assert tether("episodic", "train", *TINY, "--iterations", "1", "--output", str(out)) == 0
+    assert "No film of this run: No OpenGL" in capsys.readouterr().err
+    assert RunFolder.open(out).finished
+
+
+def test_evaluation_shows_a_table_and_writes_what_it_shows(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "numbers.json"
+    assert tether("episodic", "eval", str(run), "--episodes", "5", "--output", str(out)) == 0
+    shown = capsys.readouterr().out
+    numbers = json.loads(out.read_text())
+    assert (numbers["env"], numbers["step"], numbers["episodes"]) == (POINT, 4, 5)
+    for policy in ("deterministic", "stochastic"):
+        assert policy in shown
+        assert f"{numbers[policy]['return']['mean']:.4g}" in shown
+    assert numbers["deterministic"]["return"] != numbers["stochastic"]["return"]
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
+
+
+def test_the_evaluation_of_a_run_repeats_its_last_one(run: Path) -> None:
+    numbers = commands.eval_command(EvalConfig(run, episodes=3))
+    last = RunFolder.open(run).evals()[-1]
+    assert numbers["deterministic"]["return"]["mean"] == pytest.approx(last["return_greedy"], rel=1e-12)
+    assert (run / "evaluation.json").is_file()
+
+
+def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
+    values = np.array([9.0, 1.0, 2.0, np.nan, 3.0, 100.0, 4.0, 5.0, 6.0])
+    success = np.array([True, True] + [False] * 7)
+    found = summarise_evaluation(Evaluation(success, values, values, {"height": values}, True), "height")
+    known = values[~np.isnan(values)]
+    assert found["height"]["known"] == 8
+    assert found["height"]["interquartile_mean"] == pytest.approx(scipy.stats.trim_mean(known, 0.25))
+    assert found["return"]["mean"] == pytest.approx(known.mean())
+    wilson = scipy.stats.binomtest(2, 9).proportion_ci(method="wilson")
+    assert found["success"]["mean_interval"] == pytest.approx([wilson.low, wilson.high])
+    nothing = np.full(9, np.nan)
+    empty = summarise_evaluation(Evaluation(success, values, values, {"height": nothing}, True), "height")
+    assert empty["height"] == {"known": 0}
+
+
+def test_films_show_the_untrained_mean_motion_beside_the_trained(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(env_id: str, motions: Any, seed: int, out: Path, **_: object) -> Path:
+        seen.update(env_id=env_id, motions=motions, seed=seed)
+        return out
+
+    monkeypatch.setattr(commands, "render_motions", note)
+    assert film_run(RenderConfig(run, tmp_path / "a.gif", episode=2)) == tmp_path / "a.gif"
+    assert seen["env_id"] == POINT
+    assert seen["seed"] == commands.evaluation_seeds(3)[2]
+    assert list(seen["motions"]) == ["untrained", "trained"]
+    assert not np.array_equal(seen["motions"]["untrained"][0], seen["motions"]["trained"][0])
+
+
+# What is refused.
+
+
+def test_runs_and_checkpoints_that_are_not_there_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("eval", "render"):
+        assert tether("episodic", command, str(tmp_path / "none")) == 1
+        assert "none" in capsys.readouterr().err
+        assert tether("episodic", command, str(run), "--step", "3") == 1
+        assert "no checkpoint of step 3; it has those of steps [2, 4]" in capsys.readouterr().err
+
+
+def test_a_language_models_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "llm"
+    RunFolder.create(path, kind="llm", label="troll", seed=0, settings={}).close()
+    with pytest.raises(CheckpointError, match="'llm'"):
+        commands.eval_command(EvalConfig(path))
+    with pytest.raises(CheckpointError, match="'llm'"):
+        commands.train_command(replace(train_config(env=POINT), output=path, resume=True))
+
+
+def test_a_run_of_another_environment_is_neither_overwritten_nor_resumed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(run)
+    for words in (TINY, ("--preset", "hopper-jump-quick", "--resume", "--workers", "0")):
+        assert tether("episodic", "train", *words, "--output", str(run)) == 1
+        assert str(run) in capsys.readouterr().err
+    assert content(run) == before
+
+
+def test_an_environment_without_pictures_cannot_be_rendered(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tether("episodic", "render", str(run)) == 1
+    assert "has no pictures" in capsys.readouterr().err
+
+
+# Crashes.
+
+
+def test_a_killed_command_resumes_to_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    words = (*TINY, "--iterations", "50", "--no-film")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert tether("episodic", "train", *words, "--output", str(whole)) == 0
+    command = [sys.executable, "-m", "tether", "episodic", "train", *words, "--output", str(killed)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(killed.glob("checkpoints/step-*/COMPLETE")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 2 <= len(RunFolder.open(killed).metrics()) < 50
+    assert tether("episodic", "train", *words, "--output", str(killed), "--resume") == 0
+    assert content(killed) == content(whole)
+    pictures = [path / "figures" / "exploration.png" for path in (whole, killed)]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
