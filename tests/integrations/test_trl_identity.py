@@ -33,7 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 4,
     },
     "iterations": {"num_iterations": 2, "steps_per_generation": 2},
-    "temperature": {"temperature": 0.7},
+    # At 0.02 a gradient of norm 280 makes the course chaotic: hidden states scaled by 1 + 1e-7 leave it.
+    "temperature": {"temperature": 0.7, "learning_rate": 0.005},
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "entropy bonus": {"entropy_coef": 0.05},
     "masked truncation": {"mask_truncated_completions": True},

@@ -367,3 +367,34 @@ def test_what_does_not_fit_is_refused_with_its_value(change: dict[str, Any], mes
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "ids": ids} | change
     with pytest.raises(InvalidInputError, match=message):
         linear_log_probs(**arguments)
+
+
+def test_a_token_of_no_probability_keeps_gradients_finite_whatever_arrives() -> None:
+    """Padding is -inf and some logits underflow; the entropy's gradient, times 1e38, must not meet 0 inf."""
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [1.0], [-2e4], [5.0]])
+    result = linear_log_probs(hidden, weight, torch.tensor([[0]]), vocabulary_size=3)
+    (1e30 * result.entropy).sum().backward()
+    p = torch.tensor([0.0, 1.0], dtype=torch.float64).softmax(0)
+    # d H / d h = -Cov(log p, w) for logits w h with w = 0, 1: -p0 p1 (log p1 - log p0) (1 - 0) = -p0 p1.
+    assert hidden.grad is not None
+    assert hidden.grad.item() == pytest.approx(-1e30 * (p[0] * p[1]).item(), rel=1e-5)
+
+
+def test_top_k_of_a_wide_head_is_that_of_a_stable_sort_and_so_are_its_log_probs() -> None:
+    """Wide enough for groups, with ids beyond the last whole one, in cache-sized pieces and in one."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randint(-2, 3, (70, 3), generator=generator).float()
+    weight = torch.randint(-2, 3, (5003, 3), generator=generator).float()  # small integers: exact ties
+    logits = (hidden @ weight.T).double()
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :12]
+    result = linear_log_probs(hidden, weight, expected, top_k=12)
+    assert result.top_ids is not None
+    assert result.top_log_probs is not None
+    assert result.top_ids.tolist() == expected.tolist()
+    dense = logits.log_softmax(-1)
+    torch.testing.assert_close(
+        result.top_log_probs.double(), dense.gather(-1, expected), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(result.log_probs.double(), dense.gather(-1, expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.log_sum_exp.double(), logits.logsumexp(-1), rtol=1e-6, atol=1e-5)

@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
+from tether.ops.top_k import GROUP, group_maxima, top_k_by_groups
+from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
-from tether.projection.sparse import EMPTY, check_support_size, top_k_lowest_id
+from tether.projection.sparse import EMPTY, check_support_size
 
-# Logits held at a time, in elements: 64 MiB of float32.
+# Logits held at a time, in elements: 64 MiB of float32. The backward pass turns them into their
+# gradient in place.
 _WORKSPACE_ELEMENTS = 1 << 24
-# Columns of a half-precision head that are widened to float32 at a time.
-_VOCABULARY_BLOCK = 1 << 14
+# Rows of a half-precision head that are widened to float32 at a time.
+_VOCABULARY_BLOCK = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ class _Head:
     vocabulary_size: int | None
     weights_at_hand: Callable[[], AbstractContextManager[Any]]
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Transformed logits of a block of tokens, [n, V], accumulated in float32 at least."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+        """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
+        dtype = buffer.dtype
         hidden = hidden.to(dtype)
+        logits = buffer[: hidden.shape[0]]
         if weight.dtype == dtype:
-            logits = hidden @ weight.t()
+            torch.mm(hidden, weight.t(), out=logits)
         else:
-            logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
             for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
                 block = weight[start : start + _VOCABULARY_BLOCK].to(dtype)
                 torch.mm(hidden, block.t(), out=logits[:, start : start + block.shape[0]])
@@ -102,6 +105,10 @@ def linear_log_probs(
         raw = hidden.float() @ weight.float().T + bias
         logits = softcap * tanh(logit_scale * raw / softcap) / temperature     # softcap optional
         log_probs = logits.log_softmax(-1).gather(-1, ids)
+
+    Memory beyond inputs, outputs and gradients, in elements of at least float32: 2^24 logits (or one row
+    of them) and, on a CPU, a few blocks that fit its cache; an accelerator needs up to five times the
+    logits. A half-precision head is widened 4096 rows at a time, and its gradient summed in float32.
 
     Gradients flow to `hidden`, `weight` and `bias` from `log_probs`, `top_log_probs` and `entropy`;
     a frozen head costs nothing in the backward pass, nor do rows without incoming gradient.
@@ -157,15 +164,13 @@ class _LinearLogProbs(torch.autograd.Function):
             entropy = torch.empty_like(log_sum)
             top = hidden.new_empty((hidden.shape[0], top_k), dtype=dtype)
             top_ids = ids.new_empty(top.shape)
+            buffer = _workspace(hidden, vocabulary, hidden.shape[0], dtype)
             for block in _token_blocks(hidden.shape[0], vocabulary):
-                logits = head.logits(hidden[block], weight, bias)
-                log_sum[block], entropy[block] = _log_sum_and_entropy(logits)
-                block_sum = log_sum[block]
-                log_probs[block] = _gather(logits, ids[block]) - block_sum[:, None]
-                if top_k:
-                    block_ids = top_k_lowest_id(logits, top_k)
-                    top_ids[block] = block_ids.to(ids.dtype)
-                    top[block] = logits.gather(-1, block_ids) - block_sum[:, None]
+                logits = head.logits(hidden[block], weight, bias, buffer)
+                for rows in _cached_rows(logits):
+                    at = slice(block.start + rows.start, block.start + rows.stop)
+                    found = _reduce(logits[rows], ids[at], top_k)
+                    log_probs[at], log_sum[at], entropy[at], top_ids[at], top[at] = found
         ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_sum, entropy)
         ctx.head = head
         ctx.mark_non_differentiable(log_sum, top_ids)
@@ -183,16 +188,23 @@ class _LinearLogProbs(torch.autograd.Function):
         with ctx.head.weights_at_hand():
             grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
+            count = hidden.shape[0] if rows is None else rows.shape[0]
+            buffer = _workspace(hidden, weight.shape[0], count, log_sum.dtype)
             for block in _row_blocks(rows, hidden.shape[0], weight.shape[0]):
                 block_hidden = hidden[block].to(log_sum.dtype)
-                logits = ctx.head.logits(block_hidden, weight, bias)
-                grad = _grad_logits(
-                    logits, log_sum[block], entropy[block], _at(grad_entropy, block),
-                    ((ids[block], _at(grad_log_probs, block)), (top_ids[block], _at(grad_top, block))),
-                )  # fmt: skip
+                grad = ctx.head.logits(block_hidden, weight, bias, buffer)
+                state, block_grad_entropy = (log_sum[block], entropy[block]), _at(grad_entropy, block)
+                gathered = ((ids[block], _at(grad_log_probs, block)), (top_ids[block], _at(grad_top, block)))
+                for part in _cached_rows(grad):
+                    part_gathered = tuple((i[part], _at(g, part)) for i, g in gathered)
+                    slope = ctx.head.slope(grad[part])
+                    _logits_to_gradient(
+                        grad[part], state[0][part], state[1][part], _at(block_grad_entropy, part),
+                        part_gathered,
+                    )  # fmt: skip
+                    grad[part].mul_(slope)
                 if ctx.head.vocabulary_size is not None:  # padding is -inf whatever the weights
                     grad[:, ctx.head.vocabulary_size :] = 0
-                grad.mul_(ctx.head.slope(logits))
                 if grad_hidden is not None:
                     grad_hidden[block] = _matmul(grad, weight)
                 if grad_weight is not None:
@@ -207,44 +219,67 @@ class _LinearLogProbs(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _grad_logits(
+def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the forward pass returns of a few rows, whose logits it spoils."""
+    grouped = bool(top_k) and logits.shape[-1] >= GROUP
+    maxima = group_maxima(logits) if grouped else logits
+    largest = maxima.amax(-1, keepdim=True)
+    if grouped and logits.shape[-1] % GROUP:
+        rest = logits[:, logits.shape[-1] // GROUP * GROUP :].amax(-1, keepdim=True)
+        largest = torch.maximum(largest, rest)
+    # Measured from the largest logit, nothing below cancels.
+    if top_k:
+        top_ids = top_k_by_groups(logits, top_k, maxima if grouped else None)
+    else:
+        top_ids = ids.new_empty((logits.shape[0], 0))
+    shifted = logits.sub_(largest)
+    log_probs, top = _gather(shifted, ids), shifted.gather(-1, top_ids.long())
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    log_total = total.log()
+    # 0 times -inf is 0, and -inf itself is no longer needed.
+    expected = weights.mul_(shifted.clamp_min_(-1e4)).sum(-1) / total
+    return (
+        log_probs - log_total[:, None],
+        largest.squeeze(-1) + log_total,
+        log_total - expected,
+        top_ids.to(ids.dtype),
+        top - log_total[:, None],
+    )
+
+
+def _logits_to_gradient(
     logits: Tensor,
     log_sum: Tensor,
     entropy: Tensor,
     grad_entropy: Tensor | None,
     gathered: tuple[tuple[Tensor, Tensor | None], ...],
-) -> Tensor:
-    """Gradient with respect to transformed logits: scatter(g) - p sum(g) - p (log p + H) g_H."""
-    log_probs = logits - log_sum[:, None]
-    probs = log_probs.exp()
-    grad = torch.zeros_like(logits)
+) -> None:
+    """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
+    kept = [
+        (ids.clamp_min(0).long(), torch.where(ids == EMPTY, 0.0, upstream))
+        for ids, upstream in gathered
+        if upstream is not None and ids.shape[-1] > 0
+    ]
     total = torch.zeros_like(log_sum)
-    for ids, upstream in gathered:
-        if upstream is None or ids.shape[-1] == 0:
-            continue
-        upstream = torch.where(ids == EMPTY, 0.0, upstream)
-        grad.scatter_add_(-1, ids.clamp_min(0).long(), upstream)
+    for _, upstream in kept:
         total += upstream.sum(-1)
-    grad.addcmul_(probs, total[:, None], value=-1)
-    if grad_entropy is not None:
-        surprise = torch.where(probs > 0, log_probs + entropy[:, None], 0.0)
-        grad.addcmul_(probs, surprise * grad_entropy[:, None], value=-1)
-    return grad
+    log_probs = logits.sub_(log_sum[:, None])
+    if grad_entropy is None:
+        grad = log_probs.exp_().mul_(-total[:, None])
+    else:
+        probs = log_probs.exp()
+        # Far below what has a probability in float64, and finite: 0 times infinity is NaN.
+        grad = log_probs.clamp_min_(-1e4).add_(entropy[:, None])
+        grad.mul_(grad_entropy[:, None]).add_(total[:, None])
+        grad.mul_(probs).neg_()
+    for ids, upstream in kept:
+        grad.scatter_add_(-1, ids, upstream)
 
 
 def _gather(logits: Tensor, ids: Tensor) -> Tensor:
     held = ids != EMPTY
     return torch.where(held, logits.gather(-1, torch.where(held, ids, 0).long()), -torch.inf)
-
-
-def _log_sum_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits.logsumexp(-1) and the entropy of logits.softmax(-1), with one exponential an element."""
-    largest = logits.amax(-1, keepdim=True)
-    weights = logits.sub(largest).exp_()
-    total = weights.sum(-1)
-    # Measured from the largest logit, the terms do not cancel; 0 times -inf is 0.
-    expected = weights.mul_(logits.sub(largest)).nan_to_num_(0.0).sum(-1) / total
-    return largest.squeeze(-1) + total.log(), total.log() - expected
 
 
 def _matmul(grad: Tensor, weight: Tensor) -> Tensor:
@@ -267,6 +302,19 @@ def _rows_with_gradient(*grads: Tensor | None) -> Tensor | None:
         return None
     touched = torch.stack([(grad != 0).reshape(grad.shape[0], -1).any(-1) for grad in used]).any(0)
     return touched.nonzero().squeeze(-1)
+
+
+def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """The one buffer of logits a pass uses, [n, V]."""
+    rows = min(tokens, max(1, _WORKSPACE_ELEMENTS // vocabulary))
+    return hidden.new_empty((rows, vocabulary), dtype=dtype)
+
+
+def _cached_rows(logits: Tensor) -> Iterator[slice]:
+    """Rows to reduce at a time: what a core's cache holds on a CPU, all of them on an accelerator."""
+    rows, vocabulary = logits.shape
+    size = max(1, BLOCK_ELEMENTS // vocabulary) if may_ask(logits) else max(1, rows)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def _token_blocks(tokens: int, vocabulary: int) -> Iterator[slice]:
