@@ -216,3 +216,58 @@ def test_gspo_has_clip_ranges_of_its_own(tmp_path):
 def test_a_comparison_needs_distinct_methods_and_seeds():
     with pytest.raises(ConfigError, match="repeat"):
         CompareConfig(seeds=(0, 0))
+
+
+def test_evaluation_from_the_command_writes_every_verdict(tmp_path, uninterrupted, capsys):
+    from tether.llm.config import EvalConfig
+    from tether.llm.evaluate import evaluate, print_evaluation
+
+    settings = EvalConfig(
+        model=str(uninterrupted / "model"),
+        task="arithmetic",
+        problems=10,
+        samples=3,
+        threads=1,
+        output=tmp_path / "verdicts.jsonl",
+    )
+    result = evaluate(settings)
+    rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    sampled = [row for row in rows if not row["greedy"]]
+    assert len(sampled) == 30
+    assert len(rows) == 40
+    assert all(row["correct"] == (row["response"] == row["reference"]) for row in rows)
+    assert result.success == sum(row["correct"] for row in sampled) / 30
+    by_problem = [
+        sum(row["correct"] for row in sampled if row["problem"] == index) / 3 for index in range(10)
+    ]
+    assert result.problem_success() == pytest.approx(by_problem)
+    print_evaluation(settings, result)
+    assert f"{result.success:.1%}" in capsys.readouterr().out
+
+
+def test_a_comparison_skips_what_is_finished_and_reports(tmp_path, capfd):
+    from tether.cli import main
+
+    options = [part for name, value in SETTINGS.items() for part in (f"--train.{name}", str(value))]
+    arguments = ["llm", "compare", "--output", str(tmp_path), *options, "--train.steps", "4"]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ending:
+            main(arguments)
+        assert ending.value.code == 0
+    shown = capfd.readouterr().out
+    assert shown.count("Report: file:") == 2
+    for method in ("troll", "clip"):
+        run = RunFolder.open(tmp_path / f"{method}-seed0")
+        assert run.finished
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+        assert run.config.settings["trust_region"] == method
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_a_failing_run_of_a_comparison_says_what_it_printed(tmp_path):
+    from tether.experiments.jobs import RunFailedError
+    from tether.llm.compare import compare
+
+    broken = config(tmp_path, model="/no/such/folder")
+    with pytest.raises(RunFailedError, match="no model folder"):
+        compare(CompareConfig(output=tmp_path, trust_regions=("troll",), train=broken))

@@ -10,7 +10,9 @@ from tether.experiments.files import atomic_write_text, dump_json_lines
 from tether.experiments.statistics import bootstrap_interval, proportion_interval
 from tether.llm.config import EvalConfig
 from tether.llm.generate import generate_responses
+from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
+from tether.llm.tasks.training import closing, verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,13 +73,8 @@ def evaluate_model(
         model, tokenizer, prompts,
         max_response_tokens=length, temperature=None, batch_size=batch_size, seed=seed,
     )  # fmt: skip
-    rows = [
-        _row(task, index % len(problems), problems[index % len(problems)], response, greedy=False)
-        for index, response in enumerate(sampled)
-    ]
-    greedy_rows = [
-        _row(task, index, problems[index], response, greedy=True) for index, response in enumerate(greedy)
-    ]
+    rows = _rows(task, list(problems) * samples, sampled, greedy=False, count=len(problems))
+    greedy_rows = _rows(task, problems, greedy, greedy=True, count=len(problems))
     return Evaluation(
         success=_mean(rows, "correct"),
         success_greedy=_mean(greedy_rows, "correct"),
@@ -90,31 +87,38 @@ def evaluate(config: EvalConfig) -> Evaluation:
     """Load a model and measure it on a task's held-out problems, as `tether llm eval` does."""
     from tether.llm.models import load_model_and_tokenizer
 
+    prepare_process(config.threads)
     task = make_task(config.task, **config.task_options)
     problems = task.problems(config.split, config.problems, config.seed)
     model, tokenizer = load_model_and_tokenizer(config.model, dtype=config.dtype)
-    evaluation = evaluate_model(
-        model, tokenizer, task, problems,
-        samples=config.samples, temperature=config.temperature,
-        max_response_tokens=config.max_response_tokens, batch_size=config.batch_size, seed=config.seed,
-    )  # fmt: skip
+    with closing(task):
+        evaluation = evaluate_model(
+            model, tokenizer, task, problems,
+            samples=config.samples, temperature=config.temperature,
+            max_response_tokens=config.max_response_tokens, batch_size=config.batch_size, seed=config.seed,
+        )  # fmt: skip
     if config.output is not None:
         config.output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(config.output, dump_json_lines(evaluation.rows))
     return evaluation
 
 
-def _row(task: Task, index: int, problem: Problem, response: str, *, greedy: bool) -> dict[str, Any]:
-    verdict = task.verify(response, problem.answer)
-    return {
-        "problem": index,
-        "prompt": problem.prompt,
-        "reference": problem.answer,
-        "response": response,
-        "correct": verdict.correct,
-        "reward": verdict.reward,
-        "greedy": greedy,
-    }
+def _rows(
+    task: Task, problems: Sequence[Problem], responses: Sequence[str], *, greedy: bool, count: int
+) -> list[dict[str, Any]]:
+    verdicts = verify_all(task, responses, [problem.answer for problem in problems])
+    return [
+        {
+            "problem": index % count,
+            "prompt": problem.prompt,
+            "reference": problem.answer,
+            "response": response,
+            "correct": verdict.correct,
+            "reward": verdict.reward,
+            "greedy": greedy,
+        }
+        for index, (problem, response, verdict) in enumerate(zip(problems, responses, verdicts, strict=True))
+    ]
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tether.experiments import RunFolder, TrainingProgress, seed_everything
 from tether.llm.config import TrainConfig
+from tether.llm.process import prepare_process
 from tether.llm.tasks import make_task
+from tether.llm.tasks.training import closing
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
@@ -35,8 +36,7 @@ def train(config: TrainConfig) -> RunFolder:
     """
     from tether.llm.models import load_model_and_tokenizer
 
-    _quiet_libraries()
-    _set_threads(config.threads)
+    prepare_process(config.threads)
     seed_everything(config.seed)
     task = make_task(config.task, **config.task_options)
     problems = task.problems("validation", config.eval_problems, 0)
@@ -52,7 +52,7 @@ def train(config: TrainConfig) -> RunFolder:
         may_change=_MAY_CHANGE,
         tensorboard=True,
     )
-    with run:
+    with run, closing(task):
         _run(config, run, trainer, tokenizer, task, problems)
     return run
 
@@ -123,20 +123,3 @@ def _save_model(trainer: OldPolicyTrainer, tokenizer: Any, folder: Path) -> None
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     os.replace(unfinished, folder)
-
-
-def _set_threads(threads: int | None) -> None:
-    import torch
-
-    torch.set_num_threads(threads or os.cpu_count() or 1)
-
-
-def _quiet_libraries() -> None:
-    """Their notices would bury the progress display; warnings and errors stay."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("datasets").setLevel(logging.ERROR)
