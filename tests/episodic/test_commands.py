@@ -250,6 +250,15 @@ def test_films_show_the_untrained_mean_motion_beside_the_trained(
     assert not np.array_equal(seen["motions"]["untrained"][0], seen["motions"]["trained"][0])
 
 
+@pytest.mark.parametrize(("headline", "shown"), [("success", {"success", "kl"}), ("max_height", {"kl"})])
+def test_success_is_shown_only_where_the_task_is_judged_by_it(
+    headline: str, shown: set[str], tmp_path: Path
+) -> None:
+    settings = {"headline": headline}
+    RunFolder.create(tmp_path / "a", kind="episodic", label="tce", seed=0, settings=settings).close()
+    assert set(commands.shown_numbers(tmp_path / "a", {"success": 0.0, "kl": 1.0})) == shown
+
+
 # What is refused.
 
 

@@ -323,7 +323,7 @@ def train_command(config: TrainConfig) -> RunFolder:
     with TrainingProgress(settings.iterations, f"{label}, seed {config.seed}", done=done) as progress:
         run = train(
             settings, out, label=label, resume=config.resume, tensorboard=config.tensorboard,
-            report=lambda step, numbers: progress.update(step, **numbers),
+            report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
         )  # fmt: skip
         draw_exploration(out)
         if config.film:
@@ -332,6 +332,16 @@ def train_command(config: TrainConfig) -> RunFolder:
             except (MissingDependencyError, SimulationError, ConfigError) as error:
                 progress.message(f"No film of this run: {error}")
     return run
+
+
+def shown_numbers(run: Path, numbers: dict[str, float]) -> dict[str, float]:
+    """The numbers worth showing while training: without success where the task is judged by another one.
+
+    Such tasks (Hopper Jump) may define no success at all, and 0 % would look like a failure.
+    """
+    if RunFolder.open(run).config.settings["headline"] == "success":
+        return numbers
+    return {name: value for name, value in numbers.items() if name not in ("success", "success_greedy")}
 
 
 def draw_exploration(run: Path) -> Path:
