@@ -90,31 +90,36 @@ def _llm_compare(arguments: list[str]) -> None:
 
 
 def _episodic_train(arguments: list[str]) -> None:
-    from tether.episodic.commands import TrainConfig, defaults_for, train_command
+    from tether.episodic.options import TrainConfig, defaults_for
 
     arguments = _with_settings_file(arguments)
     config = _parse(TrainConfig, "tether episodic train", arguments, default=defaults_for(arguments))
+    from tether.episodic.commands import train_command
+
     run = train_command(config)
     print(f"The run is in {run.path}, its pictures in {run.path / 'figures'}.")
     print(f"See it with: tether report {run.path}")
 
 
 def _episodic_eval(arguments: list[str]) -> None:
-    from tether.episodic.commands import EvalConfig, eval_command, print_evaluation
+    from tether.episodic.commands import eval_command, print_evaluation
+    from tether.episodic.options import EvalConfig
 
     config = _parse(EvalConfig, "tether episodic eval", _run_first(arguments))
     print_evaluation(eval_command(config))
 
 
 def _episodic_render(arguments: list[str]) -> None:
-    from tether.episodic.commands import RenderConfig, film_run
+    from tether.episodic.commands import film_run
+    from tether.episodic.options import RenderConfig
 
     config = _parse(RenderConfig, "tether episodic render", _run_first(arguments))
     print(f"Film: {film_run(config).resolve().as_uri()}")
 
 
 def _episodic_compare(arguments: list[str]) -> None:
-    from tether.episodic.commands import CompareConfig, compare_command
+    from tether.episodic.commands import compare_command
+    from tether.episodic.options import CompareConfig
 
     config = _parse(CompareConfig, "tether episodic compare", arguments)
     _report_on(compare_command(config), config.output / "report")

@@ -18,19 +18,18 @@ import scipy.stats
 
 from tether.cli import main
 from tether.episodic import commands
-from tether.episodic.commands import (
+from tether.episodic.commands import film_run, summarise_evaluation
+from tether.episodic.evaluate import Evaluation
+from tether.episodic.options import (
     CompareConfig,
     EvalConfig,
     RenderConfig,
     TrainConfig,
     comparison_runs,
     defaults_for,
-    film_run,
     preset_for,
-    summarise_evaluation,
     train_config,
 )
-from tether.episodic.evaluate import Evaluation
 from tether.episodic.presets import PRESETS, preset
 from tether.episodic.train import load_config
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
