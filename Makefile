@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test test-slow lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -34,8 +34,12 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# One thread a process: two processes share the cores.
 test: lint  ## everything CI runs
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: $(VENV)/.test  ## the tests that take minutes each
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m slow
 
 clean:  ## remove the environment and caches (never the runs)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -113,8 +113,8 @@ class TrainingProgress:
                 left=self._time_left(),
                 numbers=format_numbers(self._numbers),
             )
-        elif self._clock() - self._last_line >= self._between or step >= self._total:
-            self._write_line()
+        elif self._clock() - self._last_line >= self._between:
+            self._write_line()  # the last line comes with the end
 
     def message(self, text: str) -> None:
         """Write a line above the bar (in a log file: just a line)."""
