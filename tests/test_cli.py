@@ -27,7 +27,19 @@ def test_an_unknown_command_is_named_and_the_known_ones_listed(capsys):
     assert "llm train" in shown
 
 
-@pytest.mark.parametrize("words", [("llm", "train"), ("llm", "eval"), ("llm", "compare"), ("report",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llm", "train"),
+        ("llm", "eval"),
+        ("llm", "compare"),
+        ("episodic", "train"),
+        ("episodic", "eval"),
+        ("episodic", "render"),
+        ("episodic", "compare"),
+        ("report",),
+    ],
+)
 def test_each_command_explains_its_options(words, capsys):
     assert run(*words, "--help") == 0
     assert "--output" in capsys.readouterr().out
