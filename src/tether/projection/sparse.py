@@ -235,7 +235,7 @@ def project_sparse(
         new, old = _on_union_with_default(new, old)
     elif tail != "bucket":
         raise InvalidInputError(f'tail must be "bucket" or "paper", got {tail!r}.')
-    elif new.ids.shape != old.ids.shape or (new.ids is not old.ids and not torch.equal(new.ids, old.ids)):
+    elif not _same_ids(new.ids, old.ids):
         raise InvalidInputError(
             'tail="bucket" compares both distributions on the same ids, but those of new '
             f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at "
@@ -244,6 +244,16 @@ def project_sparse(
     result = project_categorical(new.with_buckets(), old.with_buckets(), kl_bound, region=region, mask=mask)
     projected = SparseLogProbs(new.ids, result.log_probs[..., :-1], result.log_probs[..., -1])
     return SparseProjection(projected, new, old, result.step, result.kl, result.projected)
+
+
+def _same_ids(new: Tensor, old: Tensor) -> bool:
+    """Whether both sides name the same ids; an accelerator asserts it without stopping for the answer."""
+    if new is old or new.shape != old.shape:
+        return new is old
+    if may_ask(new):
+        return torch.equal(new, old)
+    torch._assert_async((new == old).all(), 'project_sparse: tail="bucket" needs the same ids in new and old')
+    return True
 
 
 def select_support(
