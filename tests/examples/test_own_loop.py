@@ -32,8 +32,7 @@ def test_the_loop_learns_well_beyond_guessing(own_loop, capsys):
 
 def test_it_needs_nothing_but_torch_and_the_core():
     code = (
-        "import runpy, sys; sys.argv = ['own_loop.py', '--rollouts', '1'];"
-        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__');"
+        f"import runpy, sys; runpy.run_path({str(EXAMPLE)!r})['train'](rollouts=1);"
         "heavy = {'transformers', 'trl', 'datasets', 'matplotlib', 'scipy', 'gymnasium'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
