@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tether.errors import ConfigError, DataError, MissingDependencyError
-from tether.llm.tasks.jsonl import check_fields, read_jsonl
+from tether.errors import ConfigError, DataError
+from tether.llm.tasks.hub import read_hub
+from tether.llm.tasks.jsonl import read_jsonl
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
@@ -119,24 +120,7 @@ class GSM8KTask:
     def _source(self, part: str) -> _Rows:
         if self.path is not None:
             return read_jsonl(self.path / f"{part}.jsonl", _FIELDS)
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise MissingDependencyError(
-                "The hub is read with `datasets`. Install tether-rl[llm]."
-            ) from error
-        try:
-            rows = load_dataset(HUB_NAME, "main", split=part)
-        except OSError as error:
-            raise DataError(
-                f"{HUB_NAME} could not be loaded from the hub ({type(error).__name__}: {error}). "
-                "Connect, or give "
-                "the task a path: a folder with train.jsonl and test.jsonl."
-            ) from error
-        located = [(f"{HUB_NAME} {part} row {number}", dict(row)) for number, row in enumerate(rows)]
-        for where, row in located:
-            check_fields(row, where, _FIELDS)
-        return located
+        return read_hub(HUB_NAME, part, _FIELDS, config="main")
 
     def _problem(self, where: str, row: dict[str, Any]) -> Problem:
         solution, marker, answer = row["answer"].rpartition("####")
