@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-from tether.errors import CheckpointError, InvalidInputError
-from tether.experiments.files import atomic_write_json, sync_folder
+from tether.errors import CheckpointError, InvalidInputError, TetherWarning
+from tether.experiments.files import atomic_write_json, load_json, sync_folder
+
+Damaged = Literal["refuse", "skip"]
+"""What to do with a checkpoint whose files are not those that were written."""
 
 COMPLETE = "COMPLETE"
 """The file written last into a checkpoint folder; without it the checkpoint does not count."""
@@ -62,7 +68,7 @@ def start_checkpoint(root: Path, step: int) -> Path:
 
 
 def complete_checkpoint(root: Path, step: int) -> Checkpoint:
-    """Force the files of a checkpoint to the disk, then write `COMPLETE` into it.
+    """Force the files of a checkpoint to the disk, then write `COMPLETE`, their sizes and SHA-256, into it.
 
     Raises:
         CheckpointError: there is no such folder, or it is empty.
@@ -79,8 +85,77 @@ def complete_checkpoint(root: Path, step: int) -> Checkpoint:
             os.fsync(file.fileno())
     for inner in {path.parent for path in files} | {folder.parent}:
         sync_folder(inner)
-    atomic_write_json(folder / COMPLETE, {"step": step})
+    listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in sorted(files)}
+    atomic_write_json(folder / COMPLETE, {"step": step, "files": listed})
     return Checkpoint(step, folder)
+
+
+def find_damage(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a complete checkpoint's files, in words; None if they are as they were written.
+
+    Every file is read and compared with the size and SHA-256 in `COMPLETE`. Checkpoints from before these
+    were noted count as whole.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     _ = (start_checkpoint(Path(root), 5) / "state.pt").write_bytes(b"whole")
+    ...     checkpoint = complete_checkpoint(Path(root), 5)
+    ...     sound = find_damage(checkpoint)
+    ...     _ = (checkpoint.path / "state.pt").write_bytes(b"wh")
+    ...     sound, find_damage(checkpoint)
+    (None, 'state.pt has 2 bytes instead of 5')
+    """
+    try:
+        listed = load_json((checkpoint.path / COMPLETE).read_bytes()).get("files", {})
+    except (ValueError, AttributeError) as error:
+        return f"{COMPLETE} is not what was written ({error})"
+    for name, wanted in listed.items():
+        path = checkpoint.path / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != wanted["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}"
+        if _fingerprint(path) != wanted:
+            return f"{name} holds other bytes than were written (its SHA-256 differs)"
+    return None
+
+
+def newest_sound_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
+    """The newest complete checkpoint whose files are as they were written; None if there is none.
+
+    Args:
+        root: the folder of checkpoints.
+        damaged: ``"refuse"`` to stop at a damaged one, ``"skip"`` to warn and look at the one before.
+
+    Raises:
+        CheckpointError: the newest is damaged and ``damaged`` is ``"refuse"``.
+        InvalidInputError: another value of ``damaged``.
+    """
+    if damaged not in get_args(Damaged):
+        raise InvalidInputError(f"damaged={damaged!r}: use 'refuse' or 'skip'.")
+    found = complete_checkpoints(root)
+    while found:
+        newest = found.pop()
+        damage = find_damage(newest)
+        if damage is None:
+            return newest
+        before = f"the one before it, of step {found[-1].step}" if found else "nothing: the run begins anew"
+        if damaged == "refuse":
+            raise CheckpointError(
+                f"{newest.path} is damaged: {damage}. Restore the file; or delete the folder, or skip "
+                f"damaged checkpoints, to go on from {before}."
+            )
+        warnings.warn(
+            f"{newest.path} is damaged ({damage}) and passed over; going on from {before}.",
+            TetherWarning,
+            stacklevel=3,
+        )
+    return None
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:

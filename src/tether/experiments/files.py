@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
 def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
     """Write indented JSON (see `dump_json`) as `atomic_write_bytes` does."""
     return atomic_write_text(path, dump_json(value, indent=2) + "\n")
+
+
+def write_whole(file: RawIOBase, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short.
+
+    Raises:
+        OSError: the disk is full, or another reason of the system's.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def sync_folder(folder: Path) -> None:

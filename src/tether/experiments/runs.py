@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from tether.errors import CheckpointError, InvalidInputError
 from tether.experiments import checkpoints as _checkpoints
-from tether.experiments.checkpoints import Checkpoint, step_name, step_of
+from tether.experiments.checkpoints import Checkpoint, Damaged, step_name, step_of
 from tether.experiments.files import (
     TEMPORARY_PREFIX,
     atomic_write_bytes,
@@ -24,8 +25,10 @@ from tether.experiments.files import (
     iterate_json_lines,
     load_json,
     read_json_lines,
+    write_whole,
 )
 from tether.experiments.locking import FolderLock
+from tether.experiments.measurements import as_number, summary_writer
 from tether.experiments.run_config import (
     CONFIG_FILE,
     KINDS,
@@ -73,7 +76,7 @@ class RunFolder:
         self.config = config
         self._lock = lock
         self._clock = clock
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, FileIO] = {}
         self._last_step: dict[str, int] = {}
         self._clock_start = clock()
         self._wants_tensorboard = tensorboard
@@ -125,7 +128,7 @@ class RunFolder:
             raise InvalidInputError("A run needs a label: the method's name in legends and tables.")
         path = Path(path)
         # Through JSON and back, so that tuples and lists, paths and strings compare equal on resume.
-        plain = _through_json(dict(settings))
+        plain: dict[str, Any] = load_json(dump_json(dict(settings)))
         config = RunConfig(kind, label, int(seed), plain, installed_versions(), now())
         holds_run = check_target(path, resume)
         path.mkdir(parents=True, exist_ok=True)
@@ -282,10 +285,12 @@ class RunFolder:
         """The complete checkpoints, oldest first."""
         return _checkpoints.complete_checkpoints(self._checkpoint_root)
 
-    def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest complete checkpoint; None when there is none. Cut-off attempts are passed over."""
-        found = self.checkpoints()
-        return found[-1] if found else None
+    def latest_checkpoint(self, damaged: Damaged = "refuse") -> Checkpoint | None:
+        """The newest complete checkpoint; None when there is none. Cut-off attempts are passed over.
+
+        Its files are compared with what was written; a damaged one is refused, or skipped with a warning.
+        """
+        return _checkpoints.newest_sound_checkpoint(self._checkpoint_root, damaged)
 
     def prune_checkpoints(self, keep: int, protect: Collection[int] = ()) -> list[int]:
         """Delete all but the ``keep`` newest complete checkpoints and the steps in ``protect``."""
@@ -336,30 +341,28 @@ class RunFolder:
             raise InvalidInputError(
                 f"The name {taken.pop()!r} is RunFolder's own; name the metric otherwise."
             )
-        numbers = {key: _number(key, value) for key, value in metrics.items()}
+        numbers = {key: as_number(key, value) for key, value in metrics.items()}
         record = {"step": int(step), "time_s": round(self.elapsed, 4), **numbers}
-        file = self._file(name)
-        file.write((dump_json(record) + "\n").encode("utf-8"))
-        file.flush()
+        write_whole(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
         self._last_step[name] = int(step)
         self._mirror("eval" if name == EVAL_FILE else "train", step, numbers)
 
-    def _file(self, name: str) -> IO[bytes]:
+    def _file(self, name: str) -> FileIO:
         if name not in self._files:
-            self._files[name] = (self.path / name).open("ab")
+            # Unbuffered, so that what a full disk refused is not tried again when the file is closed.
+            self._files[name] = (self.path / name).open("ab", buffering=0)
         return self._files[name]
 
     def _mirror(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
         if not self._wants_tensorboard:
             return
         if self._tensorboard is None:
-            self._tensorboard = _summary_writer(self.path / "tensorboard", purge_step=step)
+            self._tensorboard = summary_writer(self.path / "tensorboard", purge_step=step)
         for name, value in numbers.items():
             self._tensorboard.add_scalar(f"{group}/{name}", float(value), step)
 
     def _sync(self) -> None:
         for file in self._files.values():
-            file.flush()
             os.fsync(file.fileno())
         if self._tensorboard is not None:
             self._tensorboard.flush()
@@ -393,30 +396,3 @@ class RunFolder:
                 self._last_step[name] = int(records[-1]["step"])
                 seconds = max(seconds, float(records[-1].get("time_s", 0.0)))
         self._clock_start = self._clock() - seconds
-
-
-def _through_json(settings: dict[str, Any]) -> dict[str, Any]:
-    plain = load_json(dump_json(settings))
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _number(name: str, value: object) -> float | int | bool:
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", 0) == 0:
-        value = item()
-    if not isinstance(value, int | float):
-        raise InvalidInputError(
-            f"Metric {name!r} must be a number; got a {type(value).__name__}: {value!r:.80}"
-        )
-    return value
-
-
-def _summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Mirroring to TensorBoard needs the package tensorboard: pip install 'tether-rl[cli]'."
-        ) from error
-    return SummaryWriter(str(folder), purge_step=purge_step)
