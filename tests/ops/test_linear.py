@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops import LinearLogProbs, linear, linear_log_probs
+from tether.ops import LinearLogProbs, head, linear, linear_log_probs
 
 INF = math.inf
 N, D, V = 13, 6, 37
@@ -122,7 +122,7 @@ def test_values_and_gradients_equal_the_naive_line(setting: str, with_bias: bool
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("output", ["log_probs", "top_log_probs", "entropy"])
+@pytest.mark.parametrize("output", ["log_probs", "top_log_probs", "entropy", "log_sum_exp"])
 def test_each_output_alone_has_the_gradient_of_finite_differences(output: str) -> None:
     hidden, weight, bias, ids = _inputs()
     hidden, ids = hidden[:3], ids[:3].clamp_min(0)
@@ -141,7 +141,7 @@ def test_half_precision_is_within_twice_the_rounding_of_the_reference(
     dtype: torch.dtype, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64 on the same rounded inputs; the reference is the naive line in float32."""
-    monkeypatch.setattr(linear, "_VOCABULARY_BLOCK", 16)  # the head is widened in several pieces
+    monkeypatch.setattr(head, "VOCABULARY_BLOCK", 16)  # the head is widened in several pieces
     options = SETTINGS[setting]
     hidden, weight, bias, ids = _inputs(dtype, largest_id=options.get("vocabulary_size", V))
     results, gradients = [], []
@@ -259,14 +259,14 @@ def test_nothing_of_the_size_of_the_logits_is_ever_held(monkeypatch: pytest.Monk
     """With a workspace of 300 elements, no temporary of the operation exceeds it in rows."""
     monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", 300)
     seen: list[int] = []
-    logits_of = linear._Head.logits
+    logits_of = head.Head.logits
 
     def spy(self: Any, *args: Any) -> Tensor:
         logits = logits_of(self, *args)
         seen.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(linear._Head, "logits", spy)
+    monkeypatch.setattr(head.Head, "logits", spy)
     hidden, weight, _, ids = _inputs()
     result = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), ids, top_k=3)
     _loss(result, ids).backward()

@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tether.errors import InvalidInputError
+from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
 from tether.ops.top_k import GROUP, group_maxima, top_k_by_groups
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
-from tether.projection.sparse import EMPTY, check_support_size
+from tether.projection.sparse import EMPTY
 
 # Logits held at a time, in elements: 64 MiB of float32. The backward pass turns them into their
 # gradient in place.
 _WORKSPACE_ELEMENTS = 1 << 24
-# Rows of a half-precision head that are widened to float32 at a time.
-_VOCABULARY_BLOCK = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -36,53 +34,13 @@ class LinearLogProbs:
     log_probs: Tensor
     """Log-probabilities at the given ids, [N, K]; -inf at empty slots. Differentiable."""
     log_sum_exp: Tensor
-    """Log of the sum of exponentials of each row's transformed logits, [N]."""
+    """Log of the sum of exponentials of each row's transformed logits, [N]. Differentiable."""
     entropy: Tensor
     """Entropy of each row over the whole vocabulary, [N]. Differentiable."""
     top_ids: Tensor | None
     """The `top_k` most likely ids, most likely first, ties by lowest id, [N, top_k]."""
     top_log_probs: Tensor | None
     """Their log-probabilities, [N, top_k]. Differentiable."""
-
-
-@dataclass(frozen=True)
-class _Head:
-    """How hidden states become logits, apart from the weights."""
-
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-    vocabulary_size: int | None
-    weights_at_hand: Callable[[], AbstractContextManager[Any]]
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-        """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
-        dtype = buffer.dtype
-        hidden = hidden.to(dtype)
-        logits = buffer[: hidden.shape[0]]
-        if weight.dtype == dtype:
-            torch.mm(hidden, weight.t(), out=logits)
-        else:
-            for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
-                block = weight[start : start + _VOCABULARY_BLOCK].to(dtype)
-                torch.mm(hidden, block.t(), out=logits[:, start : start + block.shape[0]])
-        if bias is not None:
-            logits += bias.to(dtype)
-        if self.softcap is not None:
-            logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-        elif self.logit_scale != self.temperature:
-            logits.mul_(self.logit_scale / self.temperature)
-        if self.vocabulary_size is not None:
-            logits[:, self.vocabulary_size :] = -torch.inf
-        return logits
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the transformed logits with respect to the head's raw output."""
-        slope = self.logit_scale / self.temperature
-        if self.softcap is None:
-            return slope
-        capped = logits * (self.temperature / self.softcap)
-        return torch.where(torch.isneginf(logits), 0.0, slope * (1 - capped * capped))
 
 
 def linear_log_probs(
@@ -110,7 +68,7 @@ def linear_log_probs(
     of them) and, on a CPU, a few blocks that fit its cache; an accelerator needs up to five times the
     logits. A half-precision head is widened 4096 rows at a time, and its gradient summed in float32.
 
-    Gradients flow to `hidden`, `weight` and `bias` from `log_probs`, `top_log_probs` and `entropy`;
+    Gradients flow to `hidden`, `weight` and `bias` from everything but `top_ids`;
     a frozen head costs nothing in the backward pass, nor do rows without incoming gradient.
 
     Args:
@@ -140,50 +98,99 @@ def linear_log_probs(
         >>> torch.allclose(few.log_probs[:2], dense[:2].gather(-1, ids[:2]), atol=1e-5)
         True
     """
-    _check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
-    head = _Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
-    with torch.autocast(hidden.device.type, enabled=False):
-        log_probs, log_sum, entropy, top_ids, top = _LinearLogProbs.apply(
-            hidden, weight, bias, ids, top_k or 0, head
+    check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
+    head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
+    found = evaluate(hidden, weight, bias, ids, top_k, head)
+    return LinearLogProbs(
+        log_probs=found.log_probs,
+        log_sum_exp=found.largest + found.log_total,
+        entropy=found.entropy,
+        top_ids=found.top_ids if top_k else None,
+        top_log_probs=found.top_log_probs if top_k else None,
+    )
+
+
+class Reduced(NamedTuple):
+    """What is kept of rows of logits. Its parts keep digits that their sums would lose."""
+
+    log_probs: Tensor
+    """At the given ids, [n, K]."""
+    largest: Tensor
+    """Largest logit, [n]; a constant to the backward pass."""
+    log_total: Tensor
+    """Log of the sum of exp(logit - largest), [n]; it carries the gradient of the log-sum-exp."""
+    entropy: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+    top_logits: Tensor
+    """Exact, so that shards can be merged without making or breaking ties; no gradient."""
+
+    def at(self, rows: slice) -> Reduced:
+        return Reduced(*(tensor[rows] for tensor in self))
+
+
+class _Upstream(NamedTuple):
+    """What the backward pass knows of some rows."""
+
+    log_sum: Tensor
+    entropy: Tensor
+    total: Tensor
+    """How much of the row's probabilities the gradient takes away, [n]."""
+    grad_entropy: Tensor | None
+    gathered: tuple[tuple[Tensor, Tensor], ...]
+    """Ids and the gradient that arrived for them, zero at empty slots."""
+
+    def at(self, rows: Any) -> _Upstream:
+        return _Upstream(
+            self.log_sum[rows],
+            self.entropy[rows],
+            self.total[rows],
+            _at(self.grad_entropy, rows),
+            tuple((ids[rows], grad[rows]) for ids, grad in self.gathered),
         )
-    return LinearLogProbs(log_probs, log_sum, entropy, top_ids if top_k else None, top if top_k else None)
+
+
+def evaluate(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int | None, head: Head
+) -> Reduced:
+    """`linear_log_probs` without the checks, in the parts that the shards of a head are merged from."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head))
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int, head: _Head
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int, head: Head
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            log_probs = hidden.new_empty(ids.shape, dtype=dtype)
-            log_sum = hidden.new_empty(hidden.shape[0], dtype=dtype)
-            entropy = torch.empty_like(log_sum)
-            top = hidden.new_empty((hidden.shape[0], top_k), dtype=dtype)
-            top_ids = ids.new_empty(top.shape)
-            buffer = _workspace(hidden, vocabulary, hidden.shape[0], dtype)
+            found = _empty_results(hidden, ids, top_k)
+            buffer = _workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
             for block in _token_blocks(hidden.shape[0], vocabulary):
                 logits = head.logits(hidden[block], weight, bias, buffer)
                 for rows in _cached_rows(logits):
                     at = slice(block.start + rows.start, block.start + rows.stop)
-                    found = _reduce(logits[rows], ids[at], top_k)
-                    log_probs[at], log_sum[at], entropy[at], top_ids[at], top[at] = found
-        ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_sum, entropy)
+                    for result, value in zip(found, _reduce(logits[rows], ids[at], top_k), strict=True):
+                        result[at] = value
+        log_sum = found.largest + found.log_total
+        ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
         ctx.head = head
-        ctx.mark_non_differentiable(log_sum, top_ids)
-        return log_probs, log_sum, entropy, top_ids, top
+        ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits)
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_log_probs: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any, grad_top: Any
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, top_ids, log_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = _rows_with_gradient(grad_log_probs, grad_top, grad_entropy)
+        grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _ = grads
+        upstream = _gather_upstream(
+            log_sum, entropy, grad_log_total, grad_entropy, (ids, grad_log_probs), (top_ids, grad_top)
+        )
+        rows = _rows_with_gradient(upstream)
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
             grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
@@ -191,26 +198,14 @@ class _LinearLogProbs(torch.autograd.Function):
             count = hidden.shape[0] if rows is None else rows.shape[0]
             buffer = _workspace(hidden, weight.shape[0], count, log_sum.dtype)
             for block in _row_blocks(rows, hidden.shape[0], weight.shape[0]):
-                block_hidden = hidden[block].to(log_sum.dtype)
-                grad = ctx.head.logits(block_hidden, weight, bias, buffer)
-                state, block_grad_entropy = (log_sum[block], entropy[block]), _at(grad_entropy, block)
-                gathered = ((ids[block], _at(grad_log_probs, block)), (top_ids[block], _at(grad_top, block)))
-                for part in _cached_rows(grad):
-                    part_gathered = tuple((i[part], _at(g, part)) for i, g in gathered)
-                    slope = ctx.head.slope(grad[part])
-                    _logits_to_gradient(
-                        grad[part], state[0][part], state[1][part], _at(block_grad_entropy, part),
-                        part_gathered,
-                    )  # fmt: skip
-                    grad[part].mul_(slope)
-                if ctx.head.vocabulary_size is not None:  # padding is -inf whatever the weights
-                    grad[:, ctx.head.vocabulary_size :] = 0
+                block_hidden = hidden[block]
+                grad = _gradient_of_logits(ctx.head, block_hidden, weight, bias, buffer, upstream.at(block))
                 if grad_hidden is not None:
-                    grad_hidden[block] = _matmul(grad, weight)
+                    grad_hidden[block] = times_weight(grad, weight, log_sum.dtype)
                 if grad_weight is not None:
-                    grad_weight.addmm_(grad.t(), block_hidden)
+                    add_weight_gradient(grad_weight, grad, block_hidden)
                 if grad_bias is not None:
-                    grad_bias += grad.sum(0)
+                    grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -219,7 +214,23 @@ class _LinearLogProbs(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _empty_results(hidden: Tensor, ids: Tensor, top_k: int) -> Reduced:
+    """Where the forward pass puts what it finds."""
+    tokens = hidden.shape[0]
+    log_probs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    row, top = log_probs.new_empty(tokens), log_probs.new_empty((tokens, top_k))
+    return Reduced(
+        log_probs=log_probs,
+        largest=row,
+        log_total=torch.empty_like(row),
+        entropy=torch.empty_like(row),
+        top_ids=ids.new_empty(top.shape),
+        top_log_probs=top,
+        top_logits=torch.empty_like(top),
+    )
+
+
+def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
     """What the forward pass returns of a few rows, whose logits it spoils."""
     grouped = bool(top_k) and logits.shape[-1] >= GROUP
     maxima = group_maxima(logits) if grouped else logits
@@ -227,54 +238,78 @@ def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> tuple[Tensor, Tensor, Te
     if grouped and logits.shape[-1] % GROUP:
         rest = logits[:, logits.shape[-1] // GROUP * GROUP :].amax(-1, keepdim=True)
         largest = torch.maximum(largest, rest)
-    # Measured from the largest logit, nothing below cancels.
     if top_k:
         top_ids = top_k_by_groups(logits, top_k, maxima if grouped else None)
     else:
-        top_ids = ids.new_empty((logits.shape[0], 0))
+        top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
+    top_logits = logits.gather(-1, top_ids)
+    # Measured from the largest logit, nothing below cancels.
     shifted = logits.sub_(largest)
-    log_probs, top = _gather(shifted, ids), shifted.gather(-1, top_ids.long())
+    log_probs = _gather(shifted, ids)
     weights = shifted.exp()
     total = weights.sum(-1)
     log_total = total.log()
     # 0 times -inf is 0, and -inf itself is no longer needed.
     expected = weights.mul_(shifted.clamp_min_(-1e4)).sum(-1) / total
-    return (
-        log_probs - log_total[:, None],
-        largest.squeeze(-1) + log_total,
-        log_total - expected,
-        top_ids.to(ids.dtype),
-        top - log_total[:, None],
+    return Reduced(
+        log_probs=log_probs - log_total[:, None],
+        largest=largest.squeeze(-1),
+        log_total=log_total,
+        entropy=log_total - expected,
+        top_ids=top_ids.to(ids.dtype),
+        top_log_probs=top_logits - largest - log_total[:, None],
+        top_logits=top_logits,
     )
 
 
-def _logits_to_gradient(
-    logits: Tensor,
+def _gather_upstream(
     log_sum: Tensor,
     entropy: Tensor,
+    grad_log_total: Tensor | None,
     grad_entropy: Tensor | None,
-    gathered: tuple[tuple[Tensor, Tensor | None], ...],
-) -> None:
-    """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
-    kept = [
-        (ids.clamp_min(0).long(), torch.where(ids == EMPTY, 0.0, upstream))
-        for ids, upstream in gathered
-        if upstream is not None and ids.shape[-1] > 0
-    ]
+    *gathered: tuple[Tensor, Tensor | None],
+) -> _Upstream:
+    """Everything that arrived, with what was sent to empty slots taken out."""
+    kept = tuple(
+        (ids, torch.where(ids == EMPTY, 0.0, grad))
+        for ids, grad in gathered
+        if grad is not None and ids.shape[-1] > 0
+    )
     total = torch.zeros_like(log_sum)
-    for _, upstream in kept:
-        total += upstream.sum(-1)
-    log_probs = logits.sub_(log_sum[:, None])
-    if grad_entropy is None:
-        grad = log_probs.exp_().mul_(-total[:, None])
+    for _, grad in kept:
+        total += grad.sum(-1)
+    if grad_log_total is not None:
+        total -= grad_log_total
+    return _Upstream(log_sum, entropy, total, grad_entropy, kept)
+
+
+def _gradient_of_logits(
+    head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, upstream: _Upstream
+) -> Tensor:
+    """Gradient that reaches the head's raw output for a block of tokens, [n, V]."""
+    grad = head.logits(hidden, weight, bias, buffer)
+    for part in _cached_rows(grad):
+        slope = head.slope(grad[part])
+        _logits_to_gradient(grad[part], upstream.at(part))
+        grad[part].mul_(slope)
+    if head.vocabulary_size is not None:  # padding is -inf whatever the weights
+        grad[:, head.vocabulary_size :] = 0
+    return grad
+
+
+def _logits_to_gradient(logits: Tensor, upstream: _Upstream) -> None:
+    """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
+    log_probs = logits.sub_(upstream.log_sum[:, None])
+    if upstream.grad_entropy is None:
+        grad = log_probs.exp_().mul_(-upstream.total[:, None])
     else:
         probs = log_probs.exp()
         # Far below what has a probability in float64, and finite: 0 times infinity is NaN.
-        grad = log_probs.clamp_min_(-1e4).add_(entropy[:, None])
-        grad.mul_(grad_entropy[:, None]).add_(total[:, None])
+        grad = log_probs.clamp_min_(-1e4).add_(upstream.entropy[:, None])
+        grad.mul_(upstream.grad_entropy[:, None]).add_(upstream.total[:, None])
         grad.mul_(probs).neg_()
-    for ids, upstream in kept:
-        grad.scatter_add_(-1, ids, upstream)
+    for ids, gathered in upstream.gathered:
+        grad.scatter_add_(-1, ids.clamp_min(0).long(), gathered)
 
 
 def _gather(logits: Tensor, ids: Tensor) -> Tensor:
@@ -282,25 +317,15 @@ def _gather(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.where(held, logits.gather(-1, torch.where(held, ids, 0).long()), -torch.inf)
 
 
-def _matmul(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad @ weight in grad's precision, widening a half-precision head block by block."""
-    if weight.dtype == grad.dtype:
-        return grad @ weight
-    product = grad.new_zeros(grad.shape[0], weight.shape[1])
-    for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
-        block = weight[start : start + _VOCABULARY_BLOCK].to(grad.dtype)
-        product.addmm_(grad[:, start : start + block.shape[0]], block)
-    return product
-
-
-def _rows_with_gradient(*grads: Tensor | None) -> Tensor | None:
+def _rows_with_gradient(upstream: _Upstream) -> Tensor | None:
     """Rows that received gradient; None (all of them) where asking would stall an accelerator."""
-    used = [grad for grad in grads if grad is not None and grad.numel()]
-    if not used:
-        return torch.zeros(0, dtype=torch.long)
-    if not may_ask(used[0]):
+    if not may_ask(upstream.total):
         return None
-    touched = torch.stack([(grad != 0).reshape(grad.shape[0], -1).any(-1) for grad in used]).any(0)
+    touched = upstream.total != 0
+    if upstream.grad_entropy is not None:
+        touched |= upstream.grad_entropy != 0
+    for _, grad in upstream.gathered:
+        touched |= (grad != 0).any(-1)
     return touched.nonzero().squeeze(-1)
 
 
@@ -330,46 +355,3 @@ def _row_blocks(rows: Tensor | None, tokens: int, vocabulary: int) -> Iterator[A
 
 def _at(tensor: Tensor | None, rows: Any) -> Tensor | None:
     return None if tensor is None else tensor[rows]
-
-
-def _check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    top_k: int | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    vocabulary_size: int | None,
-) -> None:
-    if hidden.dim() != 2 or ids.dim() != 2 or hidden.shape[0] != ids.shape[0]:
-        raise InvalidInputError(
-            f"linear_log_probs needs hidden [N, D] and ids [N, K], got {tuple(hidden.shape)} and "
-            f"{tuple(ids.shape)}. Flatten batch and time, and keep the tokens that count."
-        )
-    # A ZeRO-3 head is empty at rest, so its shape can be judged only where it is whole.
-    if weight.numel() and (weight.dim() != 2 or weight.shape[1] != hidden.shape[1]):
-        raise InvalidInputError(
-            f"weight must be [V, {hidden.shape[1]}] to fit hidden {tuple(hidden.shape)}, "
-            f"got {tuple(weight.shape)}."
-        )
-    if bias is not None and weight.numel() and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
-    if top_k is not None:
-        check_support_size(top_k, 1.0)
-    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{name} must be positive, got {value!r}.")
-    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
-        raise InvalidInputError(
-            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
-            f"got {vocabulary_size!r}."
-        )
-    if may_ask(ids) and ids.numel() and weight.numel():
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < EMPTY or highest >= weight.shape[0]:
-            raise InvalidInputError(
-                f"ids must lie in [0, {weight.shape[0]}) or be -1 for an empty slot; "
-                f"found {lowest if lowest < EMPTY else highest}."
-            )

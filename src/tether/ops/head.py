@@ -1,0 +1,141 @@
+"""The LM head: how hidden states become logits, and the library products on both sides of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection.solve import may_ask
+from tether.projection.sparse import EMPTY, check_support_size
+
+# Rows of a half-precision head that are widened to float32 at a time.
+VOCABULARY_BLOCK = 1 << 12
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits, apart from the weights."""
+
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+    vocabulary_size: int | None
+    weights_at_hand: Callable[[], AbstractContextManager[Any]]
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+        """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
+        logits = raw_logits(hidden, weight, buffer)
+        if bias is not None:
+            logits += bias.to(logits.dtype)
+        if self.softcap is not None:
+            logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        elif self.logit_scale != self.temperature:
+            logits.mul_(self.logit_scale / self.temperature)
+        if self.vocabulary_size is not None:
+            logits[:, self.vocabulary_size :] = -torch.inf
+        return logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the transformed logits with respect to the head's raw output."""
+        slope = self.logit_scale / self.temperature
+        if self.softcap is None:
+            return slope
+        capped = logits * (self.temperature / self.softcap)
+        return torch.where(torch.isneginf(logits), 0.0, slope * (1 - capped * capped))
+
+
+def raw_logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """``hidden @ weight.T`` in the precision of `buffer`, in its first rows."""
+    logits = buffer[: hidden.shape[0]]
+    if _tensor_cores_take(hidden, weight):
+        return torch.mm(hidden, weight.t(), out_dtype=buffer.dtype, out=logits)
+    hidden = hidden.to(buffer.dtype)
+    if weight.dtype == buffer.dtype:
+        return torch.mm(hidden, weight.t(), out=logits)
+    for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+        block = weight[start : start + VOCABULARY_BLOCK].to(buffer.dtype)
+        torch.mm(hidden, block.t(), out=logits[:, start : start + block.shape[0]])
+    return logits
+
+
+def times_weight(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad @ weight`` in `dtype`, widening a half-precision head block by block."""
+    if _tensor_cores_take(grad, weight):
+        return torch.mm(grad, weight, out_dtype=dtype)
+    if weight.dtype == grad.dtype == dtype:
+        return grad @ weight
+    product = grad.new_zeros((grad.shape[0], weight.shape[1]), dtype=dtype)
+    for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+        block = weight[start : start + VOCABULARY_BLOCK].to(dtype)
+        product.addmm_(grad[:, start : start + block.shape[0]].to(dtype), block)
+    return product
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """``total += grad.T @ hidden``, summed in the precision of `total`."""
+    if _tensor_cores_take(grad, hidden):
+        torch.addmm(total, grad.t(), hidden, out_dtype=total.dtype, out=total)
+        return
+    hidden = hidden.to(total.dtype)
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), hidden)
+        return
+    for start in range(0, grad.shape[1], VOCABULARY_BLOCK):
+        block = slice(start, start + VOCABULARY_BLOCK)
+        total[block].addmm_(grad[:, block].t().to(total.dtype), hidden)
+
+
+def _tensor_cores_take(first: Tensor, second: Tensor) -> bool:
+    """Whether the library multiplies these as they are and adds up in float32."""
+    halves = (torch.bfloat16, torch.float16)
+    return first.is_cuda and first.dtype == second.dtype and first.dtype in halves
+
+
+def check_arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    top_k: int | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    vocabulary_size: int | None,
+) -> None:
+    """Refuse what `linear_log_probs` cannot work with."""
+    if hidden.dim() != 2 or ids.dim() != 2 or hidden.shape[0] != ids.shape[0]:
+        raise InvalidInputError(
+            f"linear_log_probs needs hidden [N, D] and ids [N, K], got {tuple(hidden.shape)} and "
+            f"{tuple(ids.shape)}. Flatten batch and time, and keep the tokens that count."
+        )
+    # A ZeRO-3 head is empty at rest, so its shape can be judged only where it is whole.
+    if weight.numel() and (weight.dim() != 2 or weight.shape[1] != hidden.shape[1]):
+        raise InvalidInputError(
+            f"weight must be [V, {hidden.shape[1]}] to fit hidden {tuple(hidden.shape)}, "
+            f"got {tuple(weight.shape)}."
+        )
+    if bias is not None and weight.numel() and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
+    if top_k is not None:
+        check_support_size(top_k, 1.0)
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{name} must be positive, got {value!r}.")
+    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
+        raise InvalidInputError(
+            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
+            f"got {vocabulary_size!r}."
+        )
+    if may_ask(ids) and ids.numel() and weight.numel():
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < EMPTY or highest >= weight.shape[0]:
+            raise InvalidInputError(
+                f"ids must lie in [0, {weight.shape[0]}) or be -1 for an empty slot; "
+                f"found {lowest if lowest < EMPTY else highest}."
+            )
