@@ -24,6 +24,7 @@ from tether.episodic.policy import Covariance, PolicyConfig
 from tether.episodic.presets import PRESETS, preset
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import Episodes, EpisodeSampler
+from tether.episodic.segments import gae_returns
 from tether.episodic.train import build_agent
 from tether.errors import CheckpointError, ConfigError, InvalidInputError
 from tether.experiments.files import dump_json, load_json
@@ -261,6 +262,38 @@ def test_critic_fits_a_function_and_normalised_targets_reach_a_large_offset() ->
     assert errors[0] > 1000  # the reason for the option: 300 steps of Adam cannot reach 3000
     with pytest.raises(InvalidInputError, match="targets hold NaN"):
         critic.fit(torch.optim.Adam(critic.network.parameters()), inputs, targets * torch.nan)
+
+
+def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn_on_all(
+    sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first state is drawn anew each iteration; inputs and targets stay together."""
+    config = small_config(episodes=3)
+    agent = build_agent(replace(config, critic=replace(config.critic, state_stride=7)), sampler.spec)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note(optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append((inputs, targets))
+        return 0.0
+
+    monkeypatch.setattr(agent.critic, "fit", note)
+    plan, episodes = tried(agent, sampler)
+    firsts = set()
+    for _ in range(40):
+        agent.update(plan, episodes, progress=0.0)
+        inputs, targets = seen.pop()
+        states = inputs.reshape(3, -1, sampler.spec.observation_size).numpy()
+        first = next(t for t in range(7) if np.array_equal(states, episodes.observations[:, t:50:7]))
+        with torch.no_grad():
+            values = agent.critic(torch.as_tensor(episodes.observations[:, :-1]))
+        wanted = gae_returns(torch.as_tensor(episodes.rewards), values)[:, first::7]
+        assert torch.allclose(targets.reshape(wanted.shape), wanted)
+        firsts.add(first)
+    assert firsts == set(range(7))
+    with pytest.raises(ConfigError, match=r"state_stride must be at most 50.*got 51"):
+        build_agent(replace(config, critic=replace(config.critic, state_stride=51)), sampler.spec)
+    with pytest.raises(ConfigError, match="state_stride is 1"):
+        CriticConfig(state_stride=0)
 
 
 def test_state_of_another_environment_algorithm_or_size_is_refused(sampler: EpisodeSampler) -> None:

@@ -42,12 +42,18 @@ class CriticConfig:
     """Whether the critic of states also sees how much of the episode is over. What is still to come
     depends on it, but the paper's critic is not told."""
 
+    state_stride: int = 1
+    """Fit on every n-th state of an episode only, from a random first one on (TCE). States milliseconds
+    apart say nearly the same, and fitting is most of an iteration's time; the paper takes all of them."""
+
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:
             raise ConfigError(
                 "The critic needs epochs >= 1, learning_rate > 0 and weight_decay >= 0, got "
                 f"{self.epochs}, {self.learning_rate} and {self.weight_decay}."
             )
+        if self.state_stride < 1:
+            raise ConfigError(f"state_stride is 1 (every state) or more, got {self.state_stride}.")
 
 
 class Critic(nn.Module):

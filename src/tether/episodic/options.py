@@ -224,9 +224,9 @@ def preset_for(name: str, algo: Algorithm) -> str:
     if preset(name).algo == algo:
         return name
     base, colon, task = name.partition(":")
-    quick = base.endswith("-quick")
-    stem = base.removesuffix("-quick").removesuffix("-paper").removesuffix("-bbrl")
-    ending = ("-bbrl-quick" if quick else "-bbrl") if algo == "bbrl" else ("-quick" if quick else "-paper")
+    size = next((size for size in ("-quick", "-long") if base.endswith(size)), "")
+    stem = base.removesuffix(size).removesuffix("-paper").removesuffix("-bbrl")
+    ending = f"-bbrl{size}" if algo == "bbrl" else size or "-paper"
     if stem + ending not in PRESETS:
         raise ConfigError(f"No preset of {algo} beside {name!r}. Known: {', '.join(sorted(PRESETS))}.")
     return f"{stem}{ending}{colon}{task}"

@@ -6,7 +6,9 @@ import time
 
 import torch
 
+from tether.episodic.adapters import EnvSpec
 from tether.episodic.agent import EpisodicAgent, Plan
+from tether.episodic.config import EpisodicConfig
 from tether.episodic.policy import WeightDistribution
 from tether.episodic.sampler import Episodes
 from tether.episodic.segments import (
@@ -16,6 +18,7 @@ from tether.episodic.segments import (
     segment_log_probs,
     segment_points,
 )
+from tether.errors import ConfigError
 
 
 class TCE(EpisodicAgent):
@@ -27,6 +30,14 @@ class TCE(EpisodicAgent):
 
     Source: TCE (arXiv 2401.11437, algorithm 1).
     """
+
+    def __init__(self, config: EpisodicConfig, spec: EnvSpec) -> None:
+        if config.critic.state_stride > spec.horizon:
+            raise ConfigError(
+                f"state_stride must be at most {spec.horizon}, the steps of an episode of {spec.env_id}; got "
+                f"{config.critic.state_stride}."
+            )
+        super().__init__(config, spec)
 
     def _critic_input_size(self) -> int:
         return self.spec.observation_size + self.config.critic.time_input
@@ -54,7 +65,10 @@ class TCE(EpisodicAgent):
         )
         advantages = normalised(advantages)
         self._set_learning_rates(progress)
-        critic_loss = self.critic.fit(self.critic_optimizer, states.flatten(0, 1), targets.flatten())
+        chosen = self._draw_states()
+        critic_loss = self.critic.fit(
+            self.critic_optimizer, states[:, chosen].flatten(0, 1), targets[:, chosen].flatten()
+        )
         critic_seconds = time.perf_counter() - started
 
         basis = self.basis.positions.to(self.dtype)
@@ -73,6 +87,12 @@ class TCE(EpisodicAgent):
 
         metrics = self._improve_policy(plan, progress, objective)
         return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
+
+    def _draw_states(self) -> slice:
+        """Which steps of every episode this iteration's critic is fitted on."""
+        stride = self.config.critic.state_stride
+        first = int(torch.randint(stride, (), generator=self.generator)) if stride > 1 else 0
+        return slice(first, None, stride)
 
     def _draw_points(self) -> torch.Tensor:
         """Where this iteration cuts its motions: the offset changes, so that no step is never an end."""
