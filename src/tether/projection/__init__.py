@@ -1,6 +1,7 @@
 """Trust-region projections: pure maths on tensors, nothing but torch. Start reading here."""
 
 from tether.projection.categorical import CategoricalProjection, project_categorical
+from tether.projection.certificate import Certificate, certify
 from tether.projection.divergence import kl_categorical
 from tether.projection.gaussian import (
     GaussianProjection,
@@ -15,9 +16,11 @@ from tether.projection.sparse import SparseLogProbs, SparseProjection, project_s
 
 __all__ = [
     "CategoricalProjection",
+    "Certificate",
     "GaussianProjection",
     "SparseLogProbs",
     "SparseProjection",
+    "certify",
     "diagonal_gaussian_entropy",
     "gaussian_entropy",
     "kl_categorical",

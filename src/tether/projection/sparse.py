@@ -47,12 +47,20 @@ class SparseLogProbs:
     """Log-probabilities of those ids, [..., K]; -inf in empty slots."""
     log_tail: Tensor
     """Log of the mass of all other ids, [...]; -inf if there are none."""
+    log_tail_min: Tensor | None = None
+    """A number, [...], that no log-probability of those other ids is below, if one is known: what
+    `certify` needs to know about the old policy."""
 
     def __post_init__(self) -> None:
         if self.ids.shape != self.log_probs.shape or self.log_tail.shape != self.ids.shape[:-1]:
             raise InvalidInputError(
                 "SparseLogProbs needs ids and log_probs [..., K] and log_tail [...], got "
                 f"{tuple(self.ids.shape)}, {tuple(self.log_probs.shape)} and {tuple(self.log_tail.shape)}."
+            )
+        if self.log_tail_min is not None and self.log_tail_min.shape != self.log_tail.shape:
+            raise InvalidInputError(
+                f"log_tail_min must have the shape of log_tail, {tuple(self.log_tail.shape)}, got "
+                f"{tuple(self.log_tail_min.shape)}."
             )
 
     @classmethod
@@ -92,17 +100,25 @@ class SparseLogProbs:
         slots = torch.where(held, ids, 0).long()
         log_probs = torch.where(held, logits.gather(-1, slots) - log_sum, -torch.inf)
         if ids.shape[-1] >= logits.shape[-1] and bool((held.sum(-1) == logits.shape[-1]).all()):
-            return cls(ids, log_probs, torch.full_like(log_sum.squeeze(-1), -torch.inf))
+            nothing = torch.full_like(log_sum.squeeze(-1), -torch.inf)
+            return cls(ids, log_probs, nothing, torch.zeros_like(nothing))
         # One column more than there are ids, for the empty slots to mark.
         vocabulary = logits.shape[-1]
         taken = logits.new_zeros((*logits.shape[:-1], vocabulary + 1), dtype=torch.bool)
         taken.scatter_(-1, torch.where(held, slots, vocabulary), True)
         rest = logits.masked_fill(taken[..., :-1], -torch.inf)
-        return cls(ids, log_probs, _logsumexp(rest) - log_sum.squeeze(-1))
+        least = logits.detach().masked_fill(taken[..., :-1], torch.inf).amin(-1).clamp_max(0)
+        log_sum = log_sum.squeeze(-1)
+        return cls(ids, log_probs, _logsumexp(rest) - log_sum, least - log_sum.detach())
 
     @classmethod
     def from_log_probs(
-        cls, ids: Tensor, log_probs: Tensor, *, vocabulary_size: int | None = None
+        cls,
+        ids: Tensor,
+        log_probs: Tensor,
+        *,
+        vocabulary_size: int | None = None,
+        log_tail_min: Tensor | None = None,
     ) -> SparseLogProbs:
         """Log-probabilities at some ids, [..., K], completed by the mass they leave to the others.
 
@@ -121,7 +137,7 @@ class SparseLogProbs:
         if vocabulary_size is not None and ids.shape[-1] >= vocabulary_size:
             whole = (ids != EMPTY).sum(-1) >= vocabulary_size
             log_tail = torch.where(whole, -torch.inf, log_tail)
-        return cls(ids, log_probs, log_tail)
+        return cls(ids, log_probs, log_tail, log_tail_min)
 
     @classmethod
     def from_top_k(
@@ -133,6 +149,7 @@ class SparseLogProbs:
         *,
         mass: float = 1.0,
         vocabulary_size: int | None = None,
+        log_tail_min: Tensor | None = None,
     ) -> SparseLogProbs:
         """The most likely ids [..., K], most likely first, and one that is kept in any case [...].
 
@@ -141,11 +158,12 @@ class SparseLogProbs:
             kept_id, kept_log_prob: the sampled token; it gets a slot of its own if it has none.
             mass: drop the least likely ids once the others hold this much probability.
             vocabulary_size: as in `from_log_probs`.
+            log_tail_min: see the field.
         """
         ids = append_kept_id(_trim_to_mass(top_ids, top_log_probs, mass), kept_id)
         log_probs = torch.cat((top_log_probs, kept_log_prob.unsqueeze(-1)), -1)
         log_probs = torch.where(ids == EMPTY, -torch.inf, log_probs)
-        return cls.from_log_probs(ids, log_probs, vocabulary_size=vocabulary_size)
+        return cls.from_log_probs(ids, log_probs, vocabulary_size=vocabulary_size, log_tail_min=log_tail_min)
 
     def log_prob_of(self, ids: Tensor) -> Tensor:
         """Log-probability of one kept id a row, [...]; -inf for an id that was not kept."""
@@ -165,11 +183,12 @@ class SparseLogProbs:
 
     def detach(self) -> SparseLogProbs:
         """The same values, cut from the graph."""
-        return SparseLogProbs(self.ids, self.log_probs.detach(), self.log_tail.detach())
+        return SparseLogProbs(self.ids, self.log_probs.detach(), self.log_tail.detach(), self.log_tail_min)
 
     def __getitem__(self, rows: Any) -> SparseLogProbs:
-        """Select rows: indexes the leading dimensions of all three tensors."""
-        return SparseLogProbs(self.ids[rows], self.log_probs[rows], self.log_tail[rows])
+        """Select rows: indexes the leading dimensions of all tensors."""
+        least = None if self.log_tail_min is None else self.log_tail_min[rows]
+        return SparseLogProbs(self.ids[rows], self.log_probs[rows], self.log_tail[rows], least)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""Which rows are inside the bound for certain, although most of the vocabulary was never looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection.categorical import check_kl_bound
+from tether.projection.solve import may_ask
+from tether.projection.sparse import SparseLogProbs
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a support proves about KL(new || old) over the whole vocabulary; see `certify`."""
+
+    kl_lower: Tensor
+    """The divergence is at least this, [...], nats: that of the support and the tail as one outcome."""
+    kl_upper: Tensor
+    """And at most this, [...], nats; infinite where nothing is known about the tail."""
+    inside: Tensor
+    """Provably within the bound, bool."""
+    outside: Tensor
+    """Provably beyond it, bool."""
+
+    @property
+    def uncertain(self) -> Tensor:
+        """Neither: the support is inside the bound, what the tail adds may or may not exceed it."""
+        return ~(self.inside | self.outside)
+
+
+def certify(
+    new: SparseLogProbs, old: SparseLogProbs, kl_bound: float, *, log_ratio_range: Tensor | None = None
+) -> Certificate:
+    """Bound KL(new ‖ old) over the whole vocabulary from a support and the two tail masses.
+
+    With p the new and q the old distribution, S the support, m and n their masses outside it and B the
+    divergence with all of the tail as one outcome, the divergence is at least B, and at most the least of
+
+    - sum_S p log(p / q) + m (log m - log q_min), q_min = exp(old.log_tail_min): no tail can do worse than to
+      put its mass on the id the old policy thinks least likely;
+    - B + m r^2 / 8 and r^2 / 8, where r bounds max - min of log(p / q) (Hoeffding): what the tail adds to B
+      is m times the divergence of the tails as distributions of their own.
+
+    The arithmetic is float64 and the bounds allow for the rounding of float32 inputs (or whatever they
+    are), so that what is certified is inside in exact arithmetic as well. No gradient.
+
+    Args:
+        new, old: distributions [..., K] on the same ids in the same order.
+        kl_bound: in nats.
+        log_ratio_range: r, [...], if something is known that bounds it, such as how far hidden states have
+            moved under the same LM head. Zero proves that nothing changed.
+
+    Raises:
+        InvalidInputError: the supports differ in shape or ids, or the bound is not positive.
+
+    Example:
+        >>> import torch
+        >>> old = SparseLogProbs.from_logits(torch.tensor([4.0, 2.0, -4.0, -5.0]), top_k=2)
+        >>> new = SparseLogProbs.at_ids(torch.tensor([4.0, 2.2, -4.1, -5.0]), old.ids)
+        >>> certificate = certify(new, old, kl_bound=0.05)
+        >>> bool(certificate.inside), 0 < certificate.kl_lower < certificate.kl_upper < 0.01
+        (True, tensor(True))
+    """
+    check_kl_bound(kl_bound)
+    if new.ids.shape != old.ids.shape or (
+        new.ids is not old.ids and may_ask(new.ids) and not torch.equal(new.ids, old.ids)
+    ):
+        raise InvalidInputError(
+            "certify compares distributions on the same ids in the same order, but those of new "
+            f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at the "
+            "old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
+        )
+    with torch.no_grad():
+        lower, upper = _bounds(new, old, log_ratio_range)
+    return Certificate(lower, upper, inside=upper <= kl_bound, outside=lower > kl_bound)
+
+
+def _bounds(new: SparseLogProbs, old: SparseLogProbs, ratio_range: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(new.log_probs.dtype, old.log_probs.dtype)
+    epsilon = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    log_new, log_old = new.log_probs.double(), old.log_probs.double()
+    tail, old_tail = new.log_tail.double(), old.log_tail.double()
+    probs = log_new.exp()
+    zero = probs == 0
+    finite_new = torch.where(zero, 0.0, log_new)
+    finite_old = torch.where(zero, 0.0, log_old)
+    kept = (probs * (finite_new - finite_old)).sum(-1)
+    # A log-probability is off by a few ulps of itself and of the log-sum it was measured from.
+    slack = 8 * epsilon * (probs * (4 + finite_new.abs() + finite_old.abs())).sum(-1)
+    empty = torch.isneginf(tail) & torch.isneginf(old_tail)
+    # A tail mass is 1 minus a sum: what that rounds away is the same for every tail, however small.
+    mass_error = 32 * epsilon
+    mass, old_mass = tail.exp(), old_tail.exp()
+    bucket, bucket_slack = _bucket(mass, tail, old_mass, old_tail, mass_error)
+    bucket, bucket_slack = torch.where(empty, 0.0, bucket), torch.where(empty, 0.0, bucket_slack)
+    lower = (kept + bucket - slack - bucket_slack).clamp_min(0)
+
+    most = mass + mass_error
+    upper = torch.full_like(kept, torch.inf)
+    if old.log_tail_min is not None:
+        least = old.log_tail_min.double()
+        least = least - 8 * epsilon * (4 + least.abs())
+        # Convex in the mass and zero without any, so the largest possible mass is the worst one.
+        upper = kept + slack + (most * (most.log() - least)).clamp_min(0)
+    if ratio_range is not None:
+        spread = ratio_range.double().square() / 8
+        upper = torch.minimum(upper, kept + bucket + slack + bucket_slack + most * spread)
+        upper = torch.minimum(upper, spread)
+    upper = torch.where(empty, kept + slack, upper)
+    # An id or a tail that the old policy cannot produce: no finite bound holds.
+    impossible = torch.isinf(kept) | (torch.isneginf(old_tail) & ~empty & (mass > mass_error))
+    return torch.where(impossible, torch.inf, lower), torch.where(impossible, torch.inf, upper.clamp_min(0))
+
+
+def _bucket(
+    mass: Tensor, log_mass: Tensor, old_mass: Tensor, old_log_mass: Tensor, error: float
+) -> tuple[Tensor, Tensor]:
+    """m log(m / n) of the tails, and how far it may be off if both masses are by `error`."""
+    ratio = torch.where(mass == 0, 0.0, log_mass) - torch.where(
+        torch.isneginf(old_log_mass), 0.0, old_log_mass
+    )
+    value = mass * ratio
+    slack = error * (1 + ratio.abs() + mass / old_mass.clamp_min(error))
+    return value, slack
