@@ -1,0 +1,167 @@
+"""Rows of logits and what is kept of them, and their gradient: the plain PyTorch path.
+
+A block of tokens at a time; `rows_triton.py` does the same in one pass on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tether.ops.head import Head
+from tether.ops.top_k import GROUP, group_maxima, top_k_by_groups
+from tether.projection.divergence import BLOCK_ELEMENTS
+from tether.projection.solve import may_ask
+from tether.projection.sparse import EMPTY
+
+
+class Reduced(NamedTuple):
+    """What is kept of rows of logits. Its parts keep digits that their sums would lose."""
+
+    log_probs: Tensor
+    """At the given ids, [n, K]."""
+    largest: Tensor
+    """Largest logit, [n]; a constant to the backward pass."""
+    log_total: Tensor
+    """Log of the sum of exp(logit - largest), [n]; it carries the gradient of the log-sum-exp."""
+    entropy: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+    top_logits: Tensor
+    """Exact, so that shards can be merged without making or breaking ties; no gradient."""
+
+    def at(self, rows: slice) -> Reduced:
+        return Reduced(*(tensor[rows] for tensor in self))
+
+
+class Upstream(NamedTuple):
+    """What the backward pass knows of some rows."""
+
+    log_sum: Tensor
+    entropy: Tensor
+    total: Tensor
+    """How much of the row's probabilities the gradient takes away, [n]."""
+    grad_entropy: Tensor | None
+    gathered: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    """Ids, their log-probabilities, and the gradient that arrived for them, zero at empty slots."""
+
+    def at(self, rows: Any) -> Upstream:
+        return Upstream(
+            self.log_sum[rows],
+            self.entropy[rows],
+            self.total[rows],
+            _at(self.grad_entropy, rows),
+            tuple((ids[rows], log_probs[rows], grad[rows]) for ids, log_probs, grad in self.gathered),
+        )
+
+
+def gather_upstream(
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_total: Tensor | None,
+    grad_entropy: Tensor | None,
+    *gathered: tuple[Tensor, Tensor, Tensor | None],
+) -> Upstream:
+    """Everything that arrived, with what was sent to empty slots taken out."""
+    kept = tuple(
+        (ids, log_probs, torch.where(ids == EMPTY, 0.0, grad))
+        for ids, log_probs, grad in gathered
+        if grad is not None and ids.shape[-1] > 0
+    )
+    total = torch.zeros_like(log_sum)
+    for _, _, grad in kept:
+        total += grad.sum(-1)
+    if grad_log_total is not None:
+        total -= grad_log_total
+    return Upstream(log_sum, entropy, total, grad_entropy, kept)
+
+
+def reduce_block(
+    head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, buffer: Tensor, out: Reduced
+) -> None:
+    """Reduce the logits of a block of tokens to what `out` has room for."""
+    logits = head.logits(hidden, weight, bias, buffer)
+    for rows in _cached_rows(logits):
+        found = _reduce(logits[rows], ids[rows], out.top_ids.shape[-1])
+        for result, value in zip(out.at(rows), found, strict=True):
+            result.copy_(value)
+
+
+def gradient_block(
+    head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, upstream: Upstream
+) -> Tensor:
+    """Gradient that reaches the head's raw output for a block of tokens, [n, V]."""
+    grad = head.logits(hidden, weight, bias, buffer)
+    for part in _cached_rows(grad):
+        slope = head.slope(grad[part])
+        _logits_to_gradient(grad[part], upstream.at(part))
+        grad[part].mul_(slope)
+    if head.vocabulary_size is not None:  # padding is -inf whatever the weights
+        grad[:, head.vocabulary_size :] = 0
+    return grad
+
+
+def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
+    """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
+    log_probs = logits.sub_(upstream.log_sum[:, None])
+    if upstream.grad_entropy is None:
+        grad = log_probs.exp_().mul_(-upstream.total[:, None])
+    else:
+        probs = log_probs.exp()
+        # Far below what has a probability in float64, and finite: 0 times infinity is NaN.
+        grad = log_probs.clamp_min_(-1e4).add_(upstream.entropy[:, None])
+        grad.mul_(upstream.grad_entropy[:, None]).add_(upstream.total[:, None])
+        grad.mul_(probs).neg_()
+    for ids, _, arrived in upstream.gathered:
+        grad.scatter_add_(-1, ids.clamp_min(0).long(), arrived)
+
+
+def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
+    """What the forward pass returns of a few rows, whose logits it spoils."""
+    grouped = bool(top_k) and logits.shape[-1] >= GROUP
+    maxima = group_maxima(logits) if grouped else logits
+    largest = maxima.amax(-1, keepdim=True)
+    if grouped and logits.shape[-1] % GROUP:
+        rest = logits[:, logits.shape[-1] // GROUP * GROUP :].amax(-1, keepdim=True)
+        largest = torch.maximum(largest, rest)
+    if top_k:
+        top_ids = top_k_by_groups(logits, top_k, maxima if grouped else None)
+    else:
+        top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
+    top_logits = logits.gather(-1, top_ids)
+    # Measured from the largest logit, nothing below cancels.
+    shifted = logits.sub_(largest)
+    log_probs = _gather(shifted, ids)
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    log_total = total.log()
+    # 0 times -inf is 0, and -inf itself is no longer needed.
+    expected = weights.mul_(shifted.clamp_min_(-1e4)).sum(-1) / total
+    return Reduced(
+        log_probs=log_probs - log_total[:, None],
+        largest=largest.squeeze(-1),
+        log_total=log_total,
+        entropy=log_total - expected,
+        top_ids=top_ids.to(ids.dtype),
+        top_log_probs=top_logits - largest - log_total[:, None],
+        top_logits=top_logits,
+    )
+
+
+def _gather(logits: Tensor, ids: Tensor) -> Tensor:
+    held = ids != EMPTY
+    return torch.where(held, logits.gather(-1, torch.where(held, ids, 0).long()), -torch.inf)
+
+
+def _cached_rows(logits: Tensor) -> Iterator[slice]:
+    """Rows to reduce at a time: what a core's cache holds on a CPU, all of them on an accelerator."""
+    rows, vocabulary = logits.shape
+    size = max(1, BLOCK_ELEMENTS // vocabulary) if may_ask(logits) else max(1, rows)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _at(tensor: Tensor | None, rows: Any) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
