@@ -269,6 +269,7 @@ def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn
 ) -> None:
     """The first state is drawn anew each iteration; inputs and targets stay together."""
     config = small_config(episodes=3)
+    config = replace(config, update=replace(config.update, epochs=1))
     agent = build_agent(replace(config, critic=replace(config.critic, state_stride=7)), sampler.spec)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
