@@ -51,9 +51,8 @@ def top_k_by_groups(logits: Tensor, top_k: int, maxima: Tensor | None = None) ->
     maxima = group_maxima(logits) if maxima is None else maxima
     # By rising id, so that a lower position among the candidates is a lower id.
     chosen = top_k_lowest_id(maxima, top_k).sort(-1).values
-    slots = chosen[..., None].expand(*chosen.shape, GROUP)
-    candidates = _whole_groups(logits).gather(-2, slots).flatten(-2)
-    ids = (slots * GROUP + arange(GROUP, device=logits.device)).flatten(-2)
+    candidates = _groups_at(logits, chosen)
+    ids = (chosen[..., None] * GROUP + arange(GROUP, device=logits.device)).flatten(-2)
     if groups * GROUP < vocabulary:
         rest = arange(groups * GROUP, vocabulary, device=logits.device)
         candidates = cat((candidates, logits[..., groups * GROUP :]), -1)
@@ -64,3 +63,12 @@ def top_k_by_groups(logits: Tensor, top_k: int, maxima: Tensor | None = None) ->
 def _whole_groups(logits: Tensor) -> Tensor:
     groups = logits.shape[-1] // GROUP
     return logits[..., : groups * GROUP].unflatten(-1, (groups, GROUP))
+
+
+def _groups_at(logits: Tensor, chosen: Tensor) -> Tensor:
+    """The logits of the chosen groups of each row, [N, V] at [N, K] -> [N, K * GROUP]."""
+    groups = logits.shape[-1] // GROUP
+    if not logits.is_contiguous() or logits.shape[-1] % GROUP:
+        return _whole_groups(logits).gather(-2, chosen[..., None].expand(*chosen.shape, GROUP)).flatten(-2)
+    first = arange(logits.shape[0], device=logits.device)[:, None] * groups
+    return logits.view(-1, GROUP).index_select(0, (first + chosen).flatten()).view(logits.shape[0], -1)

@@ -319,7 +319,10 @@ def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
     torch.topk leaves the order of ties open, and bfloat16 logits tie often.
     """
     size = values.shape[-1]
-    top, ids = values.topk(k, dim=-1)
+    top, ids = values.topk(min(k + 1, size), dim=-1)
+    if may_ask(values) and not bool((top[..., 1:] == top[..., :-1]).any()):
+        return ids[..., :k]  # nothing is tied, so there is one order
+    top, ids = top[..., :k], ids[..., :k]
     last = top[..., -1:]
     above = (top > last).sum(-1, keepdim=True)
     # Rank the ties with the k-th value by id; those that fit fill the slots after the larger values.
