@@ -1,4 +1,4 @@
-"""Policy losses: one method a file, each a function of tensors and keywords."""
+"""Losses: one method a file, each a function of tensors and keywords. `value_clip` is the critic's."""
 
 from collections.abc import Callable
 
@@ -17,6 +17,7 @@ from tether.losses.sapo import sapo
 from tether.losses.trm import trm
 from tether.losses.troll import ProjectedTokens, project_tokens, troll
 from tether.losses.unclipped import unclipped
+from tether.losses.value_clip import value_clip
 from tether.losses.vespo import vespo
 
 #: Every method by its name in configs and reports.
@@ -57,5 +58,6 @@ __all__ = [
     "trm",
     "troll",
     "unclipped",
+    "value_clip",
     "vespo",
 ]

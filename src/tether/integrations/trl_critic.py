@@ -1,0 +1,266 @@
+"""PPO with a critic in TRL's GRPO trainer: a value model, GAE, and a checkpoint that holds both.
+
+TRL has no PPO trainer any more. Here the critic is a copy of the policy's backbone with one output,
+trained beside the policy: one step of its own optimizer for each of the policy's, on the same
+responses. The policy's update is whatever the other trainer class makes of the advantages, so every
+trust region can be had with a critic.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tether.advantages import gae, whiten
+from tether.errors import CheckpointError, ConfigError
+from tether.integrations.trl import _loss_mask
+from tether.integrations.trl_advantages import AdvantageTrainer, rewards_at_the_end
+from tether.losses import value_clip
+
+# isort: split
+from accelerate.utils import is_peft_model
+from safetensors.torch import load_file, save_file
+
+_CRITIC_FILE = "critic.safetensors"
+_OPTIMIZER_FILE = "critic_optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """How the critic learns."""
+
+    learning_rate: float = 3e-4
+    """Of its AdamW, constant; larger than the policy's, because the critic has to follow it."""
+    gamma: float = 1.0
+    """Discount a token."""
+    gae_lambda: float = 1.0
+    """1 for the whole response's reward, lower for the critic's own judgement (less variance, more bias)."""
+    clip_range: float | None = 0.5
+    """How far a value may move in one batch of responses; None for no clip."""
+    max_grad_norm: float = 1.0
+    """The critic's gradients are clipped to this norm."""
+    weight_decay: float = 0.0
+    """Of its AdamW."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("learning_rate", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the critic must be positive, got {getattr(self, name)!r}.")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must lie in [0, 1], got {getattr(self, name)!r}.")
+        if self.clip_range is not None and not self.clip_range > 0:
+            raise ConfigError(
+                f"clip_range of the critic must be positive, got {self.clip_range!r}. None switches it off."
+            )
+        if not self.weight_decay >= 0:
+            raise ConfigError(f"weight_decay must not be negative, got {self.weight_decay!r}.")
+
+
+class ValueModel(nn.Module):
+    """How much reward is still to come, before each token of a response.
+
+    Args:
+        policy: a causal language model; its backbone is copied, in float32, without any adapters.
+
+    The output layer starts at zero, so every value does.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.backbone = _backbone_of(policy).float().requires_grad_(True)
+        width: Any = self.backbone.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device=next(self.backbone.parameters()).device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
+        """Values [B, T] before each of the last T = `response_length` tokens of `input_ids` [B, P + T]."""
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        before = output.last_hidden_state[:, -response_length - 1 : -1]
+        return self.head(before.to(self.head.weight.dtype)).squeeze(-1)
+
+
+class CriticTrainer(AdvantageTrainer):
+    """Advantages from a critic by GAE, whitened over the batch: PPO; put it before another trainer's class.
+
+    Args besides those of `GRPOTrainer`:
+
+        critic: how the critic learns.
+
+    Logs `critic/value_loss`, `critic/explained_variance` (of the returns of fresh responses by the values
+    before learning from them: 1 is perfect, 0 no better than a constant), `critic/clipped` and
+    `critic/grad_norm`. Checkpoints hold the critic and its optimizer; a resumed run goes on bit for bit.
+
+    One process only, since the critic is no part of what DDP or FSDP wraps.
+
+    Raises:
+        ConfigError: several processes, or settings out of range.
+        CheckpointError: a checkpoint without a critic.
+
+    Source: PPO (arXiv 1707.06347), GAE (arXiv 1506.02438).
+
+    Example:
+        ```python
+        class PPOWithTROLL(CriticTrainer, TROLLTrainer):
+            pass
+
+        trainer = PPOWithTROLL(model, reward, args, train_dataset=dataset, critic=CriticOptions())
+        ```
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *rest: Any,
+        critic: CriticOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.critic_options = critic or CriticOptions()
+        super().__init__(model, reward_funcs, args, *rest, advantage="gae", **kwargs)
+        if self.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"A critic is trained in one process, this is one of {self.accelerator.num_processes}. Start "
+                "without a launcher, or choose an estimator without a critic, such as rloo."
+            )
+        self.critic = ValueModel(self.model).to(self.accelerator.device).train(self.model.training)
+        options = self.critic_options
+        self.critic_optimizer = torch.optim.AdamW(
+            self.critic.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+
+    def _check_advantage(self) -> None:
+        """GAE is no estimator from rewards alone, and this class's only one."""
+
+    # ------------------------------------------------------------------ advantages
+
+    def _estimate(self, rewards: Tensor, output: dict[str, Any]) -> Tensor:
+        mask = _loss_mask(output)
+        values = self._old_values(output)
+        advantages, returns = gae(
+            rewards_at_the_end(rewards.to(values), mask),
+            values,
+            mask,
+            gamma=self.critic_options.gamma,
+            gae_lambda=self.critic_options.gae_lambda,
+        )
+        # Row by row, so that TRL's shuffle takes them along.
+        output["old_values"], output["returns"] = values, returns
+        self._log_critic("explained_variance", explained_variance(values, returns, mask))
+        return whiten(advantages, mask)
+
+    @torch.no_grad()
+    def _old_values(self, output: dict[str, Any]) -> Tensor:
+        rows = len(output["completion_ids"])
+        size = self.args.per_device_train_batch_size
+        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        parts = [
+            self._values({key: output[key][start : start + size] for key in keys})
+            for start in range(0, rows, size)
+        ]
+        return torch.cat(parts)
+
+    def _values(self, inputs: dict[str, Any]) -> Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with self.accelerator.autocast():
+            values: Tensor = self.critic(ids, attention_mask, inputs["completion_ids"].shape[1])
+        return values.float()
+
+    # ------------------------------------------------------------------ learning
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self.model.training:
+            self._learn_values(inputs)
+        return super()._compute_loss(model, inputs)
+
+    def _learn_values(self, inputs: dict[str, Any]) -> None:
+        result = value_clip(
+            self._values(inputs),
+            inputs["old_values"],
+            inputs["returns"],
+            _loss_mask(inputs),
+            clip_range=self.critic_options.clip_range,
+        )
+        (result.loss / self.current_gradient_accumulation_steps).backward()
+        self._log_critic("value_loss", result.loss)
+        self._log_critic("clipped", result.metrics["clipped"])
+        if self.accelerator.sync_gradients:  # the last micro-batch of an update
+            norm = nn.utils.clip_grad_norm_(self.critic.parameters(), self.critic_options.max_grad_norm)
+            self._log_critic("grad_norm", norm)
+            self.critic_optimizer.step()
+            self.critic_optimizer.zero_grad()
+
+    def _log_critic(self, name: str, value: Tensor) -> None:
+        self._metrics["train"][f"critic/{name}"].append(float(value.detach()))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        weights = {name: tensor.detach().contiguous() for name, tensor in self.critic.state_dict().items()}
+        save_file(weights, folder / _CRITIC_FILE)
+        save_file(self._optimizer_tensors(), folder / _OPTIMIZER_FILE)
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state by parameter and name: plain tensors, so that no pickle is needed."""
+        return {
+            f"{parameter}/{name}": value.detach().contiguous()
+            for parameter, tensor in self.critic.named_parameters()
+            for name, value in self.critic_optimizer.state.get(tensor, {}).items()
+        }
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_critic(Path(checkpoint))
+
+    def _load_critic(self, folder: Path) -> None:
+        missing = [name for name in (_CRITIC_FILE, _OPTIMIZER_FILE) if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint {folder} has no {' and no '.join(missing)}: it was not written with a "
+                "critic. Continue from one that was, or begin a new run."
+            )
+        device = str(self.accelerator.device)
+        self.critic.load_state_dict(load_file(folder / _CRITIC_FILE, device=device))
+        state = load_file(folder / _OPTIMIZER_FILE, device=device)
+        for parameter, tensor in self.critic.named_parameters():
+            prefix = f"{parameter}/"
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if "step" in own:
+                own["step"] = own["step"].cpu()  # where AdamW keeps it
+            self.critic_optimizer.state[tensor] = own
+
+
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the tokens that count; 0 where all returns are equal.
+
+    Example:
+        >>> returns, mask = torch.tensor([[0.0, 2.0]]), torch.ones(1, 2)
+        >>> explained_variance(torch.tensor([[0.0, 1.0]]), returns, mask).item()
+        0.75
+    """
+    counted = response_mask > 0
+    if int(counted.sum()) < 2:
+        return returns.new_zeros(())
+    total = returns[counted].var()
+    left = (returns - values)[counted].var()
+    return torch.where(total > 0, 1 - left / total, 0.0)
+
+
+def _backbone_of(policy: nn.Module) -> Any:
+    """A copy of a causal language model's decoder, without the head and without adapters."""
+    if is_peft_model(policy):
+        model: Any = copy.deepcopy(policy)
+        return model.unload().base_model
+    return copy.deepcopy(policy.base_model)

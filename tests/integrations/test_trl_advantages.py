@@ -1,0 +1,117 @@
+"""Estimators in place of TRL's: TRL's own where it has them, the functions' values where it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_language_model import largest_difference, make_tiny_model
+from trl import GRPOConfig, GRPOTrainer
+
+from tether.errors import ConfigError, TetherError
+from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
+from tether.integrations.trl_advantages import ESTIMATORS, AdvantageTrainer, estimate, rewards_at_the_end
+from tether.integrations.trl_losses import PolicyLossTrainer
+
+PLAIN_DESCENT = {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 1e9, "max_steps": 4}
+
+
+def with_advantage(name: str, **options: Any) -> dict[str, Any]:
+    return {"trainer_arguments": {"advantage": name, "advantage_options": options}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scale"), [("grpo", {"epsilon": 1e-4}, "group"), ("dr_grpo", {}, "none")]
+)
+def test_trls_own_advantages_on_this_path(
+    train: Callable[..., Any], name: str, options: dict[str, Any], scale: str
+) -> None:
+    trl = train(GRPOTrainer, GRPOConfig, scale_rewards=scale, **PLAIN_DESCENT)
+    ours = train(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options), **PLAIN_DESCENT)
+    assert largest_difference(trl.model, ours.model) < 1e-6
+    assert largest_difference(trl.model, make_tiny_model()) > 1e-3
+
+
+@pytest.mark.parametrize("base", [OldPolicyTrainer, TROLLTrainer, PolicyLossTrainer])
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimators_reach_every_trust_region(make_trainer: Callable[..., Any], base: Any, name: str) -> None:
+    """What the loss sees is the estimator's function of the rewards TRL logged."""
+    made = type("Trainer", (AdvantageTrainer, base), {})
+    arguments = with_advantage(name)
+    if base is PolicyLossTrainer:
+        arguments["trainer_arguments"]["policy_loss"] = "sapo"
+    config = TROLLConfig if base is TROLLTrainer else GRPOConfig
+    trainer = make_trainer(made, config, **arguments, **PLAIN_DESCENT)
+    outputs: list[dict[str, Any]] = []
+    original = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: outputs.append(original(inputs)) or outputs[-1]
+    trainer.train()
+    output = outputs[0]
+    texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+    from tiny_language_model import reward_digits
+
+    rewards = torch.tensor(reward_digits(texts))
+    expected = estimate(name, rewards, output["completion_mask"], 4)
+    torch.testing.assert_close(output["advantages"], expected)
+    assert expected.abs().max() > 0.1
+    assert largest_difference(trainer.model, make_tiny_model()) > 1e-3
+
+
+def test_rewards_stand_on_the_last_token_that_counts() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    placed = rewards_at_the_end(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert placed.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]
+
+
+def test_whitening_spans_all_processes() -> None:
+    """Two processes of two rows each, of different lengths, against one of four."""
+    masks = [torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])]
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    everyone = torch.cat([torch.nn.functional.pad(masks[0], (0, 1)), masks[1]])
+    whole = estimate("reinforce_plus_plus", rewards, everyone, 2)
+    for rank, mask in enumerate(masks):
+        accelerator = SimpleNamespace(
+            process_index=rank, gather=lambda _: everyone, pad_across_processes=lambda rows, dim: rows
+        )
+        stand_in = SimpleNamespace(
+            accelerator=accelerator, advantage="reinforce_plus_plus", advantage_options={}, num_generations=2
+        )
+        mine = AdvantageTrainer._estimate(stand_in, rewards, {"completion_mask": mask})
+        assert mine.shape == mask.shape
+        torch.testing.assert_close(mine, whole[2 * rank : 2 * rank + 2, : mask.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("ppo", {}, "'ppo' is not an estimator"),
+        ("rloo", {"gamma": 0.9}, "rloo has no option 'gamma'"),
+        ("reinforce_plus_plus", {"lambda": 0.9}, "It has gamma"),
+    ],
+)
+def test_unknown_estimators_and_options_are_refused(
+    make_trainer: Callable[..., Any], name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options))
+
+
+def test_a_setting_of_trls_advantages_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="scale_rewards='none'"):
+        make_trainer(AdvantageTrainer, GRPOConfig, scale_rewards="none", **with_advantage("rloo"))
+
+
+def test_a_response_without_a_reward_is_an_error(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(AdvantageTrainer, GRPOConfig, **with_advantage("rloo"), **PLAIN_DESCENT)
+    trainer.reward_funcs = [lambda completions, **_: [None] + [1.0] * (len(completions) - 1)]
+    with pytest.raises(TetherError, match="1 of 32 responses have no reward"):
+        trainer.train()
+
+
+def test_every_estimator_without_a_critic_is_offered() -> None:
+    from tether.advantages import ADVANTAGES
+
+    assert set(ESTIMATORS) == set(ADVANTAGES) - {"gae"}
