@@ -75,6 +75,21 @@ def test_learns_to_reach_a_point(algo: Algorithm, sampler: EpisodeSampler) -> No
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
+def test_a_contextual_covariance_learns_the_task_and_settles_differently_by_context(
+    algo: Algorithm, sampler: EpisodeSampler
+) -> None:
+    policy = PolicyConfig((32,), "tanh", contextual_covariance=True, init_std=0.5)
+    agent = build_agent(small_config(algo, policy=policy), sampler.spec)
+    initial = agent.initial_entropy
+    for iteration in range(20):
+        agent.update(*tried(agent, sampler), progress=iteration / 40)
+    entropies = agent.policy(agent.plan(sampler.reset(32)).inputs).entropy()
+    assert evaluate_agent(agent, sampler, 32).returns.mean() > -20  # from -37: the point is half a unit away
+    assert entropies.max() < initial - 1.0
+    assert entropies.std() > 0.05
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
 def test_a_motion_that_earned_more_becomes_more_likely(algo: Algorithm, sampler: EpisodeSampler) -> None:
     agent = build_agent(small_config(algo), sampler.spec)
     plan, episodes = tried(agent, sampler)

@@ -268,6 +268,33 @@ def test_success_is_shown_only_where_the_task_is_judged_by_it(
     assert set(commands.shown_numbers(tmp_path / "a", {"success": 0.0, "kl": 1.0})) == shown
 
 
+def test_a_comparison_trains_every_algorithm_once_and_reports(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = commands.compare_command(CompareConfig(tmp_path, env=POINT, seeds=(3,), iterations=2, episodes=4))
+    assert runs == [tmp_path / "tce-seed3", tmp_path / "bbrl-seed3"]
+    tce, bbrl = (content(run) for run in runs)
+    assert [len(tce[0]), len(bbrl[0])] == [2, 2]
+    assert tce != bbrl
+    logs = [path.read_bytes() for path in sorted(tmp_path.glob("*.log"))]
+    words = (
+        "--env",
+        POINT,
+        "--seeds",
+        "3",
+        "--iterations",
+        "2",
+        "--episodes",
+        "4",
+        "--output",
+        str(tmp_path),
+    )
+    assert tether("episodic", "compare", *words) == 0  # nothing is left to do but the report
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.log"))] == logs
+    assert "Report: file:" in capfd.readouterr().out
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
 # What is refused.
 
 
