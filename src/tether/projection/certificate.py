@@ -45,8 +45,8 @@ def certify(
     - B + m r^2 / 8 and r^2 / 8, where r bounds max - min of log(p / q) (Hoeffding): what the tail adds to B
       is m times the divergence of the tails as distributions of their own.
 
-    The arithmetic is float64 and the bounds allow for the rounding of float32 inputs (or whatever they
-    are), so that what is certified is inside in exact arithmetic as well. No gradient.
+    The arithmetic is float64 and the bounds allow for the rounding of the inputs to the type they have, so
+    that what is certified is inside in exact arithmetic as well. No gradient.
 
     Args:
         new, old: distributions [..., K] on the same ids in the same order.
@@ -80,8 +80,8 @@ def certify(
 
 
 def _bounds(new: SparseLogProbs, old: SparseLogProbs, ratio_range: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(new.log_probs.dtype, old.log_probs.dtype)
-    epsilon = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    # The coarser of the two types the numbers were rounded to.
+    epsilon = max(torch.finfo(side.log_probs.dtype).eps for side in (new, old))
     log_new, log_old = new.log_probs.double(), old.log_probs.double()
     tail, old_tail = new.log_tail.double(), old.log_tail.double()
     probs = log_new.exp()

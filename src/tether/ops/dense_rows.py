@@ -1,0 +1,184 @@
+"""Blocks of dense rows of logits: their projection onto the trust region and its gradient, by hand."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tether.projection.divergence import log_partition, where
+from tether.projection.geodesic import Geodesic
+
+
+class Found(NamedTuple):
+    """What the forward pass finds out about every token, [N] each."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    projected_log_probs: Tensor
+    regression: Tensor
+    kl: Tensor
+    step: Tensor
+    projected: Tensor
+    certified: Tensor
+    uncertain: Tensor
+    tail_mass: Tensor
+    constrained: Tensor
+    """Whether the bound (and not the end of the curve) determines the step."""
+    centred: Tensor
+    """Centred log-ratio of the sampled token, in units of `unit`."""
+    variance: Tensor
+    """Variance of the log-ratio under the projection, in squared `unit`s."""
+    unit: Tensor
+    """Range of the log-ratio (of a sequence: the largest of its tokens); keeps variances finite."""
+
+    @classmethod
+    def empty(cls, hidden: Tensor) -> Found:
+        """Of tokens for which nothing has to be done."""
+        zero = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        zero = zero.detach()
+
+        def no() -> Tensor:
+            return torch.zeros_like(zero, dtype=torch.bool)
+
+        def new(value: float = 0.0) -> Tensor:
+            return torch.full_like(zero, value)
+
+        return cls(
+            new(), new(), new(), new(), new(), new(1.0), no(), no(), no(), new(torch.nan),
+            no(), new(), new(), new(1.0),
+        )  # fmt: skip
+
+    def put(self, rows: Tensor, projection: Projection) -> None:
+        """Note what the projection of some rows found."""
+        self.projected[rows] = True
+        for name, value in projection._asdict().items():
+            getattr(self, name)[rows] = value
+
+
+#: The fields of `Found` that carry a gradient.
+DIFFERENTIABLE = ("log_probs", "entropy", "projected_log_probs", "regression")
+
+
+class Projection(NamedTuple):
+    """The part of `Found` that projected rows fill in."""
+
+    projected_log_probs: Tensor
+    regression: Tensor
+    step: Tensor
+    constrained: Tensor
+    centred: Tensor
+    variance: Tensor
+    unit: Tensor
+
+
+class Upstream(NamedTuple):
+    """What projected rows must know of the gradient that arrived, [N] each."""
+
+    sampled: Tensor
+    """For the projected log-probability of the sampled token."""
+    regression: Tensor
+    along: Tensor
+    """The multiple of the direction that would change the divergence which is taken out."""
+    step: Tensor
+    acts: Tensor
+    """Rows with anything to pass on, bool."""
+
+    def at(self, rows: Any) -> Upstream:
+        """Of some rows."""
+        return Upstream(*(value[rows] for value in self))
+
+
+def reduce_rows(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `ids`, entropies and log-sums of rows of logits, [n, V] -> [n] each."""
+    largest, log_sum, probs = log_partition(logits)
+    shifted = (logits - largest).clamp_min_(-1e4)  # 0 times -inf is 0
+    expected = (probs * shifted).sum(-1) / probs.sum(-1)
+    largest, log_sum = largest.squeeze(-1), log_sum.squeeze(-1)
+    sampled = logits.gather(-1, ids[:, None].long()).squeeze(-1)
+    return sampled - largest - log_sum, log_sum - expected, largest + log_sum
+
+
+def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> Projection:
+    """Project rows of logits [n, V] that are outside the bound, each with a step of its own."""
+    geodesic = one_token_curves(new, old, kl, kl_bound)
+    x, constrained = geodesic.solve()
+    return read_off(geodesic, x, constrained, new, ids, geodesic.scale)
+
+
+def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> Geodesic:
+    """The curves of rows [n, V], each a region of its own."""
+    return Geodesic(new[:, None], old[:, None], new.new_ones((new.shape[0], 1)), None, kl, kl_bound)
+
+
+def read_off(
+    geodesic: Geodesic, x: Tensor, constrained: Tensor, new: Tensor, ids: Tensor, unit: Tensor
+) -> Projection:
+    """What is kept of the distributions at x on their curves."""
+    log_probs, _, centred, variance = geodesic.at(x)
+    log_probs, centred = log_probs.squeeze(1), centred.squeeze(1)
+    index = ids[:, None].long()
+    scale = geodesic.scale / unit
+    terms, _ = regression_terms(new, log_probs)
+    return Projection(
+        projected_log_probs=log_probs.gather(-1, index).squeeze(-1),
+        regression=terms.sum(-1),
+        step=x / geodesic.scale,
+        constrained=constrained,
+        centred=centred.gather(-1, index).squeeze(-1) * scale,
+        variance=variance * scale * scale,
+        unit=unit,
+    )
+
+
+def own_gradient(logits: Tensor, ids: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None) -> None:
+    """Replace logits by the gradient of ``grad * log_prob + entropy[0] * H`` (whose value is entropy[1]).
+
+    d log p(o) / dz = delta_o - p, dH / dz = -p (log p + H).
+    """
+    index = ids[:, None].long()
+    if entropy is None:
+        probs = logits.softmax(-1)
+        torch.mul(probs, -grad[:, None], out=logits)
+    else:
+        largest, log_sum, probs = log_partition(logits)
+        grad_entropy, value = (part[:, None] for part in entropy)
+        surprise = (logits - largest - log_sum).clamp_min_(-1e4).add_(value)
+        torch.mul(probs, surprise.mul_(grad_entropy).add_(grad[:, None]).neg_(), out=logits)
+    logits.scatter_add_(-1, index, grad[:, None])
+
+
+def projected_gradient(new: Tensor, old: Tensor, ids: Tensor, upstream: Upstream, kl_bound: float) -> Tensor:
+    """Gradient with respect to the new logits of projected rows [n, V] whose steps are known.
+
+    Of the projected log-probability: s [g (delta_o - pi) - a pi c], with c = z - E_pi[z] and a c the
+    direction that would change the divergence, taken out because the bound holds it fixed. Of the
+    regression: r [v - p sum(v)], v = p (log p - log pi + 1).
+    """
+    geodesic = one_token_curves(new, old, torch.full_like(upstream.step, torch.inf), kl_bound)
+    log_probs, probs, centred, _ = geodesic.at(upstream.step * geodesic.scale)
+    log_probs, probs, centred = log_probs.squeeze(1), probs.squeeze(1), centred.squeeze(1)
+    free = None if geodesic.free is None else geodesic.free.squeeze(1)
+    index = ids[:, None].long()
+    # A projected probability of zero is constant: whatever arrives for it goes nowhere.
+    pulled = where(None if free is None else free.gather(-1, index), upstream.sampled[:, None], 0.0)
+    along = (upstream.along * geodesic.scale)[:, None]
+    inner = torch.addcmul(pulled, along, centred).mul_(probs).neg_()
+    inner.scatter_add_(-1, index, pulled)
+    grad = where(free, inner.mul_(upstream.step[:, None]), 0.0)
+    terms, new_probs = regression_terms(new, log_probs)
+    slopes = terms.add_(torch.where(torch.isneginf(log_probs), 0.0, new_probs))
+    slopes.sub_(new_probs * slopes.sum(-1, keepdim=True))
+    return grad + slopes.mul_(upstream.regression[:, None])
+
+
+def regression_terms(new: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """p log(p / pi) of rows of logits [n, V] against projected log-probabilities, and p.
+
+    Outcomes that the projection cannot produce are left out: their term is infinite, and no finite pull
+    removes them.
+    """
+    largest, log_sum, probs = log_partition(new)
+    terms = (new - largest).sub_(log_sum).sub_(projected)
+    return terms.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(probs), probs

@@ -1,0 +1,176 @@
+"""The old and the new policy as hidden states and LM heads: logits of both, and how far apart they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.ops.head import VOCABULARY_BLOCK, Head
+from tether.projection.divergence import BLOCK_ELEMENTS
+from tether.projection.solve import may_ask
+from tether.projection.sparse import SparseLogProbs
+
+# Logits held at a time, in elements, new and old together: 64 MiB of float32.
+WORKSPACE_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class OldPolicy:
+    """What is known of the policy that gathered the data."""
+
+    hidden: Tensor
+    """Last hidden states, [N, D]."""
+    weight: Tensor | None
+    """LM head, [V, D]; None where it is the new policy's."""
+    bias: Tensor | None
+    support: SparseLogProbs | None
+    sequences: Tensor | None
+    """The sequence of each row, [N], where a sequence shares one step."""
+
+
+@dataclass(frozen=True)
+class PolicyPair:
+    """Forms the logits of chosen rows under both policies, always in the same two buffers."""
+
+    head: Head
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    old: OldPolicy
+    buffers: Tensor
+
+    @classmethod
+    def of(
+        cls, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy
+    ) -> PolicyPair:
+        """With buffers for a block of rows."""
+        rows = min(max(1, hidden.shape[0]), max(1, WORKSPACE_ELEMENTS // (2 * weight.shape[0])))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
+        return cls(head, hidden, weight, bias, old, buffers)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that can be sampled."""
+        return self.head.vocabulary_size or self.weight.shape[0]
+
+    def new_logits(self, rows: Tensor) -> Tensor:
+        """[n, V], padding included."""
+        return self.head.logits(self.hidden[rows], self.weight, self.bias, self.buffers[0])
+
+    def old_logits(self, rows: Tensor) -> Tensor:
+        """[n, vocabulary]."""
+        weight, bias = self.old.weight, self.old.bias
+        if weight is None:
+            weight, bias = self.weight, self.bias
+        hidden = self.old.hidden[rows].to(self.hidden.dtype)
+        return self.head.logits(hidden, weight, bias, self.buffers[1])[:, : self.vocabulary]
+
+    def blocks(self, rows: Tensor) -> Iterator[Tensor]:
+        """Rows whose logits fit the buffers."""
+        return iter(rows.split(self.buffers.shape[1])) if rows.numel() else iter(())
+
+    def log_ratio_range(self) -> Tensor:
+        """A bound on max - min over the vocabulary of log(new / old), [N].
+
+        log(new / old) of an id is L (w_o . (h_n - h_o) + (w_n - w_o) . h_n + b_n - b_o) and a constant of the
+        row, with L the slope of the logits; by Cauchy-Schwarz none of it can exceed the product of norms. A
+        constant taken from all w_o changes nothing (but for soft-capping, which is not linear).
+        """
+        slope = self.head.logit_scale / self.head.temperature
+        new, old = self.hidden.double(), self.old.hidden.double()
+        weight, old_weight = self.weight[: self.vocabulary], self.old.weight
+        base = weight if old_weight is None else old_weight[: self.vocabulary]
+        centre = base.mean(0, dtype=torch.float64) if self.head.softcap is None else None
+        reach = _largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
+        if old_weight is not None:
+            reach = reach + _largest_row(weight, minus=base) * new.norm(dim=-1)
+            if self.bias is not None and self.old.bias is not None:
+                difference = (self.bias.double() - self.old.bias.double())[: self.vocabulary]
+                # Impossible in both: NaN, and no part of either policy.
+                reach = reach + difference.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax()
+        return 2 * slope * reach * (1 + 1e-6)
+
+
+def rows_at_a_time(logits: Tensor) -> Iterator[slice]:
+    """What a CPU core's cache holds, or an eighth of the workspace of an accelerator."""
+    rows, vocabulary = logits.shape
+    elements = BLOCK_ELEMENTS if may_ask(logits) else WORKSPACE_ELEMENTS // 8
+    size = max(1, elements // vocabulary)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _largest_row(weight: Tensor, *, minus: Tensor | None = None, minus_row: Tensor | None = None) -> Tensor:
+    """The largest norm of a row of ``weight - minus - minus_row``, a block of rows at a time."""
+    largest = weight.new_zeros((), dtype=torch.float64)
+    for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+        rows = slice(start, start + VOCABULARY_BLOCK)
+        block = weight[rows].float() if weight.dtype != torch.float64 else weight[rows]
+        if minus is not None:
+            block = block - minus[rows].to(block.dtype)
+        if minus_row is not None:
+            block = block - minus_row.to(block.dtype)
+        largest = torch.maximum(largest, torch.linalg.vector_norm(block, dim=-1).amax().double())
+    return largest
+
+
+def check_pair(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    old: OldPolicy,
+    vocabulary_size: int | None,
+) -> None:
+    """Refuse shapes that do not fit and ids outside the vocabulary."""
+    if hidden.dim() != 2 or old.hidden.shape != hidden.shape or ids.shape != hidden.shape[:1]:
+        raise InvalidInputError(
+            "linear_trust_region needs hidden and old_hidden [N, D] and ids [N], got "
+            f"{tuple(hidden.shape)}, {tuple(old.hidden.shape)} and {tuple(ids.shape)}. Flatten batch and "
+            "time, and keep the tokens that count."
+        )
+    _check_heads(hidden, weight, bias, old)
+    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
+        raise InvalidInputError(
+            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
+            f"got {vocabulary_size!r}."
+        )
+    rows = hidden.shape[:1]
+    if old.support is not None and old.support.log_tail.shape != rows:
+        raise InvalidInputError(
+            f"old_support must be [{rows[0]}, K], a row a token, got {tuple(old.support.ids.shape)}."
+        )
+    if old.sequences is not None and old.sequences.shape != rows:
+        raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(old.sequences.shape)}.")
+    if may_ask(ids) and ids.numel() and weight.numel():
+        lowest, highest = int(ids.min()), int(ids.max())
+        vocabulary = vocabulary_size or weight.shape[0]
+        if lowest < 0 or highest >= vocabulary:
+            raise InvalidInputError(
+                f"ids must lie in [0, {vocabulary}); found {lowest if lowest < 0 else highest}."
+            )
+
+
+def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy) -> None:
+    # A ZeRO-3 head is empty at rest, so its shape can be judged only where it is whole.
+    if weight.numel() and (weight.dim() != 2 or weight.shape[1] != hidden.shape[1]):
+        raise InvalidInputError(
+            f"weight must be [V, {hidden.shape[1]}] to fit hidden {tuple(hidden.shape)}, "
+            f"got {tuple(weight.shape)}."
+        )
+    if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
+        raise InvalidInputError(
+            f"old_weight must be {tuple(weight.shape)}, as weight is, got {tuple(old.weight.shape)}."
+        )
+    if (old.bias is not None) != (bias is not None and old.weight is not None):
+        raise InvalidInputError(
+            "old_weight and old_bias are one head: give both where the head has a bias, or neither where "
+            "it is frozen."
+        )
+    for name, value in (("bias", bias), ("old_bias", old.bias)):
+        if value is not None and weight.numel() and value.shape != weight.shape[:1]:
+            raise InvalidInputError(f"{name} must be [{weight.shape[0]}], got {tuple(value.shape)}.")

@@ -1,0 +1,350 @@
+"""The exact trust region of a language model: no support, no tail, and no logits in memory.
+
+The old policy is kept as what made it: its last hidden states and its LM head. Rows that no certificate
+clears are compared over the whole vocabulary, a block at a time, and those outside the bound are projected
+as dense rows. `dense_rows.py` holds the mathematics of a block; here is which blocks are formed, and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tether.errors import InvalidInputError
+from tether.ops.dense_rows import (
+    DIFFERENTIABLE,
+    Found,
+    Upstream,
+    own_gradient,
+    project_rows,
+    projected_gradient,
+    reduce_rows,
+)
+from tether.ops.head import Head, add_weight_gradient, times_weight
+from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
+from tether.ops.shared_steps import project_sequences
+from tether.projection.categorical import check_kl_bound
+from tether.projection.certificate import certify
+from tether.projection.divergence import rows_kl
+from tether.projection.solve import may_ask
+from tether.projection.sparse import EMPTY, SparseLogProbs
+
+
+@dataclass(frozen=True)
+class LinearTrustRegion:
+    """What `linear_trust_region` returns, a value a token, [N]; nats, float32 at least."""
+
+    log_probs: Tensor
+    """Log-probabilities of the given ids under the new policy. Differentiable."""
+    entropy: Tensor
+    """Of the new policy over the whole vocabulary. Differentiable."""
+    projected_log_probs: Tensor
+    """Of the given ids under the projected policy; `log_probs`, gradient included, inside the bound."""
+    regression: Tensor
+    """KL(new || stopgrad(projected)). Differentiable; zero, with zero gradient, inside the bound."""
+    kl: Tensor
+    """KL(new || old) before the projection; where certified, the certificate's lower bound."""
+    step: Tensor
+    """Step s in [0, 1] along the geodesic: 1 where nothing had to be done."""
+    projected: Tensor
+    """Where the bound was exceeded and the projection acted, bool."""
+    certified: Tensor
+    """Where a certificate spared the old policy's logits, bool."""
+    uncertain: Tensor
+    """Where the support could not decide and the whole vocabulary had to, bool."""
+    tail_mass: Tensor
+    """New mass outside `old_support`; NaN without one."""
+
+
+def linear_trust_region(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_hidden: Tensor,
+    *,
+    kl_bound: float,
+    bias: Tensor | None = None,
+    old_weight: Tensor | None = None,
+    old_bias: Tensor | None = None,
+    old_support: SparseLogProbs | None = None,
+    sequences: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocabulary_size: int | None = None,
+    weights_at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> LinearTrustRegion:
+    """Project a language model's token distributions exactly, from hidden states and LM heads alone.
+
+    Equals, for rows outside the bound, but never holds [N, V]::
+
+        new = linear_head(hidden, weight, bias).log_softmax(-1)            # [N, V]
+        old = linear_head(old_hidden, old_weight, old_bias).log_softmax(-1)
+        result = project_categorical(new, old, kl_bound)
+        projected_log_probs = result.log_probs.gather(-1, ids[:, None])
+
+    with `linear_head` as in `tether.linear_log_probs`. A row is left alone without its old logits where
+    a certificate (`tether.projection.certify`) says so: from the old support, if it is given, and from
+    how far hidden states and weights have moved. The cost is one product with the head more than that
+    of `linear_log_probs` for rows that are not certified, and another one for rows that are projected.
+
+    Memory beyond inputs, outputs and gradients is that of `linear_log_probs`: 2^24 logits, new and old
+    together, and a few blocks that fit a CPU's cache (on an accelerator an eighth of the logits, about
+    ten times). Gradients flow to `hidden`, `weight` and `bias`; nothing flows into the old policy. An
+    accelerator is asked, a block at a time, which rows need work.
+
+    Args:
+        hidden: last hidden states of the new policy, [N, D].
+        weight: its LM head, [V, D].
+        ids: the sampled tokens, [N] integer.
+        old_hidden: last hidden states of the old policy, [N, D].
+        kl_bound: in nats, a token (or a sequence's mean token); `math.inf` for no trust region.
+        bias: of the LM head, [V].
+        old_weight, old_bias: the old LM head; by default the new one's, which is right for a frozen head.
+        old_support: the old policy on a few ids, [N, K], for certificates.
+        sequences: the sequence each row belongs to, [N] integer from 0 on: one step s a sequence, chosen
+            so that its mean divergence meets the bound, as in ``project_categorical(region="sequence")``.
+            Without it each row has its own.
+        temperature, logit_scale, softcap, vocabulary_size, weights_at_hand: as in
+            `tether.linear_log_probs`, for both policies (`weights_at_hand` for the new head alone).
+
+    Raises:
+        InvalidInputError: shapes that do not fit, an id outside the vocabulary, NaN or infinity among
+            the logits, or a setting that is not positive.
+
+    Source: TROLL (arXiv 2510.03817, section 3); that rows are dense one block at a time is ours.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> old_hidden, weight = torch.randn(3, 8), torch.randn(50, 8)
+        >>> hidden = old_hidden + torch.tensor([[0.0], [0.01], [1.0]])
+        >>> result = linear_trust_region(hidden, weight, torch.tensor([1, 2, 3]), old_hidden, kl_bound=0.05)
+        >>> result.certified.tolist(), result.projected.tolist()
+        ([True, True, False], [False, False, True])
+    """
+    old = OldPolicy(old_hidden.detach(), old_weight, old_bias, old_support, sequences)
+    check_pair(hidden, weight, bias, ids, old, vocabulary_size)
+    check_kl_bound(kl_bound)
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{name} must be positive, got {value!r}.")
+    head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = Found(*_LinearTrustRegion.apply(hidden, weight, bias, ids, old, head, float(kl_bound)))
+    return LinearTrustRegion(
+        log_probs=found.log_probs,
+        entropy=found.entropy,
+        projected_log_probs=found.projected_log_probs,
+        regression=found.regression,
+        kl=found.kl,
+        step=found.step,
+        projected=found.projected,
+        certified=found.certified,
+        uncertain=found.uncertain,
+        tail_mass=found.tail_mass,
+    )
+
+
+class _LinearTrustRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        old: OldPolicy,
+        head: Head,
+        kl_bound: float,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        found = Found.empty(hidden)
+        with head.weights_at_hand():
+            pair = PolicyPair.of(head, hidden, weight, bias, old)
+            ratio_range = pair.log_ratio_range()
+            for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
+                _evaluate_block(pair, block, ids, ratio_range, kl_bound, found)
+            if old.sequences is not None:
+                project_sequences(pair, ids, found, kl_bound)
+        _check_values(found.kl)
+        ctx.head, ctx.old, ctx.kl_bound = head, old, kl_bound
+        ctx.save_for_backward(hidden, weight, bias, ids, *found)
+        constants = set(Found._fields) - set(DIFFERENTIABLE)
+        ctx.mark_non_differentiable(*(getattr(found, name) for name in constants))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, *values = ctx.saved_tensors
+        arrived = _Arrived.of(Found(*values), grads, ctx.old.sequences)
+        dtype = arrived.log_prob.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        with ctx.head.weights_at_hand():
+            pair = PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old)
+            grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+            grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
+            for block in pair.blocks(arrived.rows()):
+                grad = _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound)
+                if grad_hidden is not None:
+                    grad_hidden[block] = times_weight(grad, weight, dtype)
+                if grad_weight is not None:
+                    add_weight_gradient(grad_weight, grad, hidden[block])
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=dtype)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _evaluate_block(
+    pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, found: Found
+) -> None:
+    """Everything the forward pass finds out about some rows, but for steps that sequences share."""
+    new = pair.new_logits(block)[:, : pair.vocabulary]
+    log_sum = torch.empty_like(found.kl[block])
+    for part in rows_at_a_time(new):
+        at = block[part]
+        found.log_probs[at], found.entropy[at], log_sum[part] = reduce_rows(new[part], ids[at])
+    found.projected_log_probs[block] = found.log_probs[block]
+    inside = _certify(pair, block, new, log_sum, ratio_range[block], kl_bound, found)
+    unknown = (~inside).nonzero().squeeze(-1)
+    if not unknown.numel():
+        return
+    old = pair.old_logits(block[unknown])
+    for part in rows_at_a_time(old):
+        # Without a certificate the rows are consecutive, and need no copy.
+        rows = part if unknown.numel() == block.numel() else unknown[part]
+        kl = rows_kl(new[rows], old[part])
+        at = block[rows]
+        found.kl[at] = kl
+        if pair.old.sequences is not None:
+            continue
+        outside = (kl > kl_bound).nonzero().squeeze(-1)
+        if outside.numel():
+            at = at[outside]
+            projection = project_rows(new[rows][outside], old[part][outside], ids[at], kl[outside], kl_bound)
+            found.put(at, projection)
+
+
+def _certify(
+    pair: PolicyPair,
+    block: Tensor,
+    new: Tensor,
+    log_sum: Tensor,
+    ratio_range: Tensor,
+    kl_bound: float,
+    found: Found,
+) -> Tensor:
+    """Rows that are inside whatever their old logits, bool; their divergence is noted as its lower bound."""
+    if pair.old.support is None:
+        inside = ratio_range.square() / 8 <= kl_bound
+        uncertain = ~inside
+    else:
+        old = pair.old.support[block]
+        held = old.ids != EMPTY
+        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - log_sum[:, None]
+        log_probs = torch.where(held, log_probs, -torch.inf)
+        few = SparseLogProbs.from_log_probs(old.ids, log_probs, vocabulary_size=pair.vocabulary)
+        certificate = certify(few, old, kl_bound, log_ratio_range=ratio_range)
+        inside, uncertain = certificate.inside, certificate.uncertain
+        found.kl[block] = certificate.kl_lower.to(found.kl.dtype)
+        found.tail_mass[block] = few.log_tail.exp()
+    found.uncertain[block] = uncertain
+    if pair.old.sequences is not None:  # whose mean needs the divergence of each token
+        return torch.zeros_like(inside)
+    found.certified[block] = inside
+    return inside
+
+
+class _Arrived(NamedTuple):
+    """The gradient that arrived, a value a token."""
+
+    log_prob: Tensor
+    """For the network's own log-probability of the sampled token."""
+    entropy: Tensor | None
+    entropy_value: Tensor
+    projected: Upstream
+
+    @classmethod
+    def of(cls, found: Found, grads: tuple[Tensor | None, ...], sequences: Tensor | None) -> _Arrived:
+        zero = torch.zeros_like(found.kl)
+        entropy = grads[1]
+        log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
+        sampled = torch.where(found.projected, projected, zero)
+        regression = torch.where(found.projected, regression, zero)
+        pull, variance = sampled * found.centred, found.variance
+        if sequences is not None:
+            pull, variance = (_sums(sequences, value)[sequences] for value in (pull, variance))
+        # No variance: all mass on one outcome, and no direction that would change the divergence.
+        held = found.constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
+        along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) / found.unit
+        acts = found.projected & ((sampled != 0) | (regression != 0) | (along != 0))
+        own = log_prob + torch.where(found.projected, zero, projected)
+        return cls(own, entropy, found.entropy, Upstream(sampled, regression, along, found.step, acts))
+
+    def rows(self) -> Tensor:
+        """Those that received any."""
+        touched = (self.log_prob != 0) | self.projected.acts
+        if self.entropy is not None:
+            touched |= self.entropy != 0
+        return touched.nonzero().squeeze(-1)
+
+    def of_entropy(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """For the entropies of some rows, and their values."""
+        return None if self.entropy is None else (self.entropy[rows], self.entropy_value[rows])
+
+
+def _gradient_of_block(
+    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: _Arrived, kl_bound: float
+) -> Tensor:
+    """Gradient that reaches the head's raw output, [n, V]."""
+    grad = pair.new_logits(block)
+    inner = grad[:, : pair.vocabulary]
+    acts = arrived.projected.acts[block]
+    place = acts.cumsum(0) - 1  # of a row among those whose old logits are needed
+    old = pair.old_logits(block[acts]) if bool(acts.any()) else None
+    for part in rows_at_a_time(inner):
+        at, logits = block[part], inner[part]
+        slope = pair.head.slope(logits)
+        outside = acts[part].nonzero().squeeze(-1)
+        new = logits[outside]
+        own_gradient(logits, ids[at], arrived.log_prob[at], arrived.of_entropy(at))
+        if outside.numel():
+            assert old is not None
+            rows = at[outside]
+            old_rows = old[place[part][outside]]
+            logits[outside] += projected_gradient(
+                new, old_rows, ids[rows], arrived.projected.at(rows), kl_bound
+            )
+        logits.mul_(slope)
+    grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
+    return grad
+
+
+def _sums(sequences: Tensor, values: Tensor) -> Tensor:
+    count = int(sequences.max()) + 1 if sequences.numel() else 0
+    return values.new_zeros(count).index_add_(0, sequences, values)
+
+
+def _check_values(kl: Tensor) -> None:
+    invalid = kl.isnan()
+    if not may_ask(kl):
+        torch._assert_async(~invalid.any(), "linear_trust_region: the logits hold NaN or infinity")
+    elif bool(invalid.any()):
+        raise InvalidInputError(
+            f"the logits of {int(invalid.sum())} of {kl.numel()} rows hold NaN or infinity, the first in row "
+            f"{int(invalid.nonzero()[0, 0])}. Look for overflow in the model (float16?) or a learning rate "
+            "that destroyed it."
+        )
