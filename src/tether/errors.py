@@ -28,6 +28,10 @@ class CheckpointError(TetherError, RuntimeError):
     """A checkpoint or run folder that is missing, damaged or belongs to something else."""
 
 
+class TrainingStoppedError(TetherError, RuntimeError):
+    """Training ran out of memory, disk or finite numbers; says at which step and what is left."""
+
+
 class MissingDependencyError(TetherError, ImportError):
     """An optional dependency is not installed; the message says which extra brings it."""
 

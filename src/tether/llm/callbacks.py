@@ -11,15 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
+from tether.llm.failures import Whereabouts
 from tether.llm.tasks import Task
+from tether.llm.tasks.training import PARTS
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from tether.integrations.trl import OldPolicyTrainer
     from tether.losses import ProjectedTokens
 
@@ -42,6 +47,19 @@ _METRICS = {
     "trust_region/mean_step": "mean_step",
     "trust_region/regression": "regression",
     "trust_region/tail_mass": "tail_mass",
+    # What a rival's loss measures; its clip replaces TRL's, which never acts then.
+    "trust_region/clipped": "clipped",
+    "trust_region/ratio_mean": "ratio_mean",
+    "trust_region/ratio_max": "ratio_max",
+    "trust_region/weight_mean": "weight_mean",
+    "trust_region/covariance_mean": "covariance_mean",
+    "trust_region/divergence_mean": "divergence_mean",
+    "trust_region/divergence_max": "divergence_max",
+    "critic/value_loss": "critic_loss",
+    "critic/explained_variance": "explained_variance",
+    "critic/clipped": "critic_clipped",
+    "critic/grad_norm": "critic_grad_norm",
+    "num_tokens": "tokens",
 }
 
 # Responses kept for the report at each evaluation.
@@ -51,33 +69,43 @@ _SAMPLED_RESPONSES = 12
 class MetricsCallback(TrainerCallback):
     """Write each step's numbers to the run folder and the progress display."""
 
-    def __init__(self, run: RunFolder, progress: TrainingProgress) -> None:
+    def __init__(self, run: RunFolder, progress: TrainingProgress, config: TrainConfig) -> None:
         self._run = run
         self._progress = progress
+        self._responses = config.prompts_per_rollout * config.responses_per_prompt
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Rename what TRL logged and write it down."""
         if not logs or "loss" not in logs:  # the summary at the end of training
             return
         numbers = {ours: float(logs[theirs]) for theirs, ours in _METRICS.items() if theirs in logs}
+        numbers |= {name: float(value) for name, value in logs.items() if name.startswith(PARTS)}
+        if "truncated" in numbers:  # logged where responses were written: a share, and how many that is
+            numbers["truncated_responses"] = round(numbers["truncated"] * self._responses)
         self._run.log(state.global_step, **numbers)
         self._progress.update(state.global_step, **numbers)
 
 
 class EvaluationCallback(TrainerCallback):
-    """Measure success on held-out problems before, during and after training."""
+    """Measure success on held-out problems before, during and after training.
+
+    Of several processes each measures all of it, with the same random numbers: sharded models need every
+    process in every pass, and whoever waited would be no faster. One writes.
+    """
 
     def __init__(
         self,
-        run: RunFolder,
+        run: RunFolder | None,
         progress: TrainingProgress,
         evaluate: Callable[[], Evaluation],
         config: TrainConfig,
+        where: Whereabouts,
     ) -> None:
         self._run = run
         self._progress = progress
         self._evaluate = evaluate
         self._config = config
+        self._where = where
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The starting point; a resumed run has it already."""
@@ -91,7 +119,10 @@ class EvaluationCallback(TrainerCallback):
             self._measure(step)
 
     def _measure(self, step: int) -> None:
-        result = self._evaluate()
+        with self._where.during("evaluating"):
+            result = self._evaluate()
+        if self._run is None:
+            return
         numbers = {
             "success": result.success,
             "success_greedy": result.success_greedy,
@@ -167,11 +198,21 @@ class CheckpointCallback(TrainerCallback):
 
     Transformers writes the checkpoint after the step's numbers are logged; it then moves, complete, to
     the run's checkpoints. Whatever is killed in between leaves the previous checkpoint and nothing else.
+
+    Args:
+        run: the run's folder; None in the processes of a distributed run that do not write it.
+        config: says when to save and how many to keep.
+        where: told what is being done.
+        together: the processes of the run.
     """
 
-    def __init__(self, run: RunFolder, config: TrainConfig) -> None:
+    def __init__(
+        self, run: RunFolder | None, config: TrainConfig, where: Whereabouts, together: Accelerator
+    ) -> None:
         self._run = run
         self._config = config
+        self._where = where
+        self._together = together
         self._stop = False
 
     def request_stop(self) -> None:
@@ -183,21 +224,45 @@ class CheckpointCallback(TrainerCallback):
         step, every = state.global_step, self._config.save_every
         at_boundary = step % self._config.updates_per_rollout == 0
         due = bool(every) and step % every == 0
+        if at_boundary:
+            self._stop = _any_of(self._together, self._stop)
         control.should_save = step == self._config.steps or (at_boundary and (due or self._stop))
+        if control.should_save:
+            self._where.doing = "saving a checkpoint"
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Move what was written to the run's checkpoints, and stop if asked to."""
-        written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        target = self._run.checkpoint_folder(state.global_step)
-        for item in written.iterdir():
-            if item.name != "training_args.bin":  # a pickle, which nothing of ours reads
-                os.replace(item, target / item.name)
-        self._run.mark_complete(state.global_step, keep=self._config.keep_checkpoints)
-        shutil.rmtree(args.output_dir)
+        self._together.wait_for_everyone()  # each has written its part
+        if self._run is not None:
+            written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            target = self._run.checkpoint_folder(state.global_step)
+            for item in written.iterdir():
+                if item.name != "training_args.bin":  # a pickle, which nothing of ours reads
+                    os.replace(item, target / item.name)
+            self._run.mark_complete(state.global_step, keep=self._config.keep_checkpoints)
+            shutil.rmtree(args.output_dir)
+        self._together.wait_for_everyone()  # nobody begins the next while this one is moved
         # Not before the save: the flag would be part of the checkpoint, and stop the resumed run.
         control.should_training_stop = self._stop or control.should_training_stop
+        self._where.doing = "training"
         return control
+
+
+def _any_of(together: Accelerator, mine: bool) -> bool:
+    """Whether it holds in any process: a signal may reach only some, and all have to stop alike."""
+    if together.num_processes == 1:
+        return mine
+    flag = torch.tensor([float(mine)], device=together.device)
+    return bool(together.reduce(flag, reduction="sum").item() > 0)
+
+
+def tensorboard_callback(folder: Path) -> TrainerCallback:
+    """Every number TRL logs, under its own names, as event files in ``folder``."""
+    from torch.utils.tensorboard.writer import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
 @contextmanager

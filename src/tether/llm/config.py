@@ -14,6 +14,11 @@ Estimator = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo"]
 Tail = Literal["bucket", "paper"]
 Region = Literal["token", "sequence"]
 
+# What does not change what a run learns: where it is, how it is watched, continued and handed on.
+_NOT_OF_THE_RUN = (
+    "output", "resume", "seed", "threads", "damaged_checkpoint", "preflight", "report_to", "push_to_hub",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -73,11 +78,28 @@ class TrainConfig:
     """Sampling temperature, in training and held-out sampling."""
     max_response_tokens: int | None = None
     """Longest response; by default what suits the task."""
+    mask_truncated: bool = False
+    """Leave responses cut off at the longest length out of the loss (they are counted either way)."""
+    chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Variables of the model's chat template, such as enable_thinking for Qwen3."""
+
+    rollouts: Literal["transformers", "vllm"] = "transformers"
+    """What writes the responses while training."""
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """vLLM: on the training GPUs, or a server of its own (trl vllm-serve, vllm serve)."""
+    vllm_server: str | None = None
+    """vLLM: address of the server, such as http://localhost:8000."""
+    vllm_memory: float = 0.3
+    """vLLM: share of each GPU's memory it may take when colocated."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Weights under the adapters: as they are, or in 4 bits (QLoRA; needs CUDA and bitsandbytes)."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Type of the weights."""
+    mixed_precision: bool = False
+    """Compute in bfloat16 while the weights keep their type; on an accelerator implied by other types."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     device: Literal["auto", "cpu"] = "auto"
@@ -97,6 +119,14 @@ class TrainConfig:
     """Checkpoints to keep."""
     resume: bool = False
     """Continue the run in the output folder from its last checkpoint."""
+    damaged_checkpoint: Literal["refuse", "skip"] = "refuse"
+    """On resume, what to do with a checkpoint whose files are not those that were written."""
+    preflight: Literal["warn", "refuse", "off"] = "warn"
+    """Checks before training: stop at what cannot work and warn of the rest, stop at both, or no checks."""
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Trackers that get every number TRL logs; the run's folder holds TensorBoard files in any case."""
+    push_to_hub: str | None = None
+    """Upload the trained model, with its card, to this repository of the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work before any time is spent on it."""
@@ -120,6 +150,23 @@ class TrainConfig:
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
         self._check_batches()
+        self._check_hardware()
+
+    def _check_hardware(self) -> None:
+        if self.quantization != "none" and self.lora_rank is None:
+            raise ConfigError(
+                f"quantization={self.quantization!r} keeps the weights fixed and needs adapters to train: "
+                "set lora_rank, such as 16."
+            )
+        if not 0 < self.vllm_memory < 1:
+            raise ConfigError(f"vllm_memory is a share of a GPU's memory, in (0, 1); got {self.vllm_memory}.")
+        if self.vllm_server is not None and (self.rollouts != "vllm" or self.vllm_mode != "server"):
+            raise ConfigError(
+                f"vllm_server={self.vllm_server!r} is used by rollouts='vllm' with vllm_mode='server' alone; "
+                f"got rollouts={self.rollouts!r}, vllm_mode={self.vllm_mode!r}."
+            )
+        if self.push_to_hub is not None and self.push_to_hub.count("/") > 1:
+            raise ConfigError(f"push_to_hub takes 'owner/name' or 'name', got {self.push_to_hub!r}.")
 
     def _check_batches(self) -> None:
         responses = self.prompts_per_rollout * self.responses_per_prompt
@@ -167,7 +214,7 @@ class TrainConfig:
     def settings(self) -> dict[str, Any]:
         """What defines the run, for its folder; where it is and how it is continued do not."""
         settings = asdict(self)
-        for name in ("output", "resume", "seed", "threads"):
+        for name in _NOT_OF_THE_RUN:
             settings.pop(name)
         return settings
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tether.experiments.files import atomic_write_text, dump_json_lines
 from tether.experiments.statistics import bootstrap_interval, proportion_interval
 from tether.llm.config import EvalConfig
-from tether.llm.generate import generate_responses
+from tether.llm.generate import Response, answer
 from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
 from tether.llm.tasks.training import closing, verify_all
@@ -51,6 +51,7 @@ def evaluate_model(
     max_response_tokens: int | None = None,
     batch_size: int = 256,
     seed: int = 0,
+    chat_template_options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Answer each problem `samples` times by sampling and once greedily, and check the answers.
 
@@ -62,16 +63,19 @@ def evaluate_model(
         problems: held-out problems.
         samples, temperature, max_response_tokens, batch_size, seed: of sampling; the response length is
             the task's unless given.
+        chat_template_options: variables of the model's chat template.
     """
     length = max_response_tokens or task.max_response_tokens
     prompts = [problem.prompt for problem in problems]
-    sampled = generate_responses(
+    sampled = answer(
         model, tokenizer, prompts * samples,
         max_response_tokens=length, temperature=temperature, batch_size=batch_size, seed=seed,
+        chat_template_options=chat_template_options,
     )  # fmt: skip
-    greedy = generate_responses(
+    greedy = answer(
         model, tokenizer, prompts,
         max_response_tokens=length, temperature=None, batch_size=batch_size, seed=seed,
+        chat_template_options=chat_template_options,
     )  # fmt: skip
     rows = _rows(task, list(problems) * samples, sampled, greedy=False, count=len(problems))
     greedy_rows = _rows(task, problems, greedy, greedy=True, count=len(problems))
@@ -104,15 +108,18 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def _rows(
-    task: Task, problems: Sequence[Problem], responses: Sequence[str], *, greedy: bool, count: int
+    task: Task, problems: Sequence[Problem], responses: Sequence[Response], *, greedy: bool, count: int
 ) -> list[dict[str, Any]]:
-    verdicts = verify_all(task, responses, [problem.answer for problem in problems])
+    verdicts = verify_all(
+        task, [response.text for response in responses], [problem.answer for problem in problems]
+    )
     return [
         {
             "problem": index % count,
             "prompt": problem.prompt,
             "reference": problem.answer,
-            "response": response,
+            "response": response.text,
+            "truncated": response.truncated,
             "correct": verdict.correct,
             "reward": verdict.reward,
             "greedy": greedy,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tether.errors import ConfigError
 from tether.llm.tasks import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def generate_responses(
+@dataclass(frozen=True)
+class Response:
+    """What a model said."""
+
+    text: str
+    """Decoded without special tokens."""
+    ids: list[int]
+    """The tokens, with the one that ended it."""
+    truncated: bool
+    """Whether it was cut off at the longest length instead of ending by itself."""
+
+
+def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -23,32 +37,35 @@ def generate_responses(
     temperature: float | None,
     batch_size: int,
     seed: int,
-) -> list[str]:
-    """Answer each prompt once, decoded without special tokens.
+    chat_template_options: Mapping[str, Any] | None = None,
+) -> list[Response]:
+    """Answer each prompt once.
 
     Prompts of similar length are answered together, and results come back in the order of the prompts.
 
     Args:
-        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them.
+        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them. A response ends at any
+            end token of the model's generation settings.
         prompts: texts, or conversations for the chat template.
         max_response_tokens: longest response.
         temperature: of sampling; None for the most likely token each time.
         batch_size: responses at a time.
         seed: of sampling. The global random state is left as it was found.
+        chat_template_options: variables of the chat template.
 
     Raises:
         ConfigError: conversations for a tokenizer without a chat template.
 
     >>> from tether.llm.models import load_model_and_tokenizer
     >>> model, tokenizer = load_model_and_tokenizer("embedded")
-    >>> answers = generate_responses(model, tokenizer, ["37+58="], max_response_tokens=4,
-    ...                              temperature=None, batch_size=1, seed=0)
-    >>> len(answers)
+    >>> responses = answer(model, tokenizer, ["37+58="], max_response_tokens=4,
+    ...                    temperature=None, batch_size=1, seed=0)
+    >>> len(responses)
     1
     """
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt, chat_template_options) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
-    responses = [""] * len(prompts)
+    responses: dict[int, Response] = {}
     with _generating(model, seed):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
@@ -63,21 +80,45 @@ def generate_responses(
                 top_p=1.0 if temperature is not None else None,
                 pad_token_id=tokenizer.pad_token_id,
             )
-            texts = tokenizer.batch_decode(
-                produced[:, rows["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            for index, text in zip(batch, texts, strict=True):
-                responses[index] = text
-    return responses
+            said = produced[:, rows["input_ids"].shape[1] :].tolist()
+            for index, ids in zip(batch, said, strict=True):
+                responses[index] = _response(model, tokenizer, ids)
+    return [responses[index] for index in range(len(prompts))]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it."""
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it.
+
+    Raises:
+        ConfigError: a conversation for a tokenizer without a chat template.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"The tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template, and the task "
+            "asks in conversations. Use an instruction-tuned model, or set chat_template."
+        )
     return list(
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **(chat_template_options or {}),
+        )
     )
+
+
+def _response(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Response:
+    """Cut a row where the response ended; what follows is padding."""
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    length = next((place + 1 for place, token in enumerate(ids) if token in ends), None)
+    kept = ids[:length]
+    return Response(tokenizer.decode(kept, skip_special_tokens=True), kept, truncated=length is None)
 
 
 @contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
+from tether.llm.chat import end_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+
+Quantization = Literal["none", "nf4"]
 
 EMBEDDED = "embedded"
 """The name under which `load_model_and_tokenizer` knows the model that ships with Tether."""
@@ -47,6 +51,7 @@ def load_model_and_tokenizer(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     attn_implementation: str | None = None,
+    quantization: Quantization = "none",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and a tokenizer that fit each other and can generate in batches.
 
@@ -60,15 +65,17 @@ def load_model_and_tokenizer(
         dtype: Type of the weights; ``"auto"`` keeps the type they are stored in.
         device: Where the model goes.
         attn_implementation: Passed to transformers; None lets it choose.
+        quantization: ``"nf4"`` for 4-bit linear layers by bitsandbytes, to train adapters on (QLoRA); needs
+            CUDA, where the model then is, whatever `device` says.
 
     Returns:
         The model, in evaluation mode as transformers loads it, and the tokenizer.
 
     Raises:
         ConfigError: A folder or hub name that does not exist; no end token; a tokenizer with more tokens
-            than the model has embedding rows; an unknown `dtype`.
+            than the model has embedding rows; an unknown `dtype`; quantization without CUDA.
         CheckpointError: A folder that is no model, or whose files cannot be read.
-        MissingDependencyError: transformers is not installed.
+        MissingDependencyError: transformers, or bitsandbytes for quantization, is not installed.
 
     >>> model, tokenizer = load_model_and_tokenizer("embedded")
     >>> tokenizer.decode(tokenizer("374+258=").input_ids)
@@ -85,13 +92,56 @@ def load_model_and_tokenizer(
     options: dict[str, Any] = {"dtype": _checked_dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    if quantization != "none":
+        options |= _quantized(quantization)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _unreadable(name_or_path, source, error) from error
     _match(model, tokenizer, str(name_or_path))
-    return model.to(device), tokenizer
+    return (model.to(device) if quantization == "none" else model), tokenizer
+
+
+def read_config_and_tokenizer(name_or_path: str | Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """What can be known of a model without its weights.
+
+    Raises:
+        ConfigError, CheckpointError: As `load_model_and_tokenizer`.
+
+    >>> config, tokenizer = read_config_and_tokenizer("embedded")
+    >>> config.model_type, len(tokenizer)
+    ('qwen3', 99)
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = _resolve(name_or_path)
+    try:
+        return AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source, padding_side="left")
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name_or_path, source, error) from error
+
+
+def _quantized(quantization: str) -> dict[str, Any]:
+    """Options of transformers for 4-bit weights, as in QLoRA (Dettmers et al. 2023, arXiv 2305.14314)."""
+    if quantization != "nf4":
+        raise ConfigError(f"Unknown quantization {quantization!r}. Use 'none' or 'nf4'.")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "quantization='nf4' needs a CUDA device, and there is none here. Use lora_rank without "
+            "quantization, or a smaller model."
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependencyError("quantization='nf4' needs bitsandbytes: pip install bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": four_bit, "device_map": {"": torch.cuda.current_device()}}
 
 
 def _resolve(name_or_path: str | Path) -> str:
@@ -157,13 +207,8 @@ def _match(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
     generation = model.generation_config
     if generation is not None:
         generation.pad_token_id = tokenizer.pad_token_id
-        ends = (
-            generation.eos_token_id
-            if isinstance(generation.eos_token_id, list)
-            else [generation.eos_token_id]
-        )
-        if tokenizer.eos_token_id not in ends:
-            generation.eos_token_id = [tokenizer.eos_token_id, *(end for end in ends if end is not None)]
+        # Whatever ends a turn ends a response; TRL, too, stops at every token listed here.
+        generation.eos_token_id = end_tokens(model, tokenizer)
 
 
 def _give_pad_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:

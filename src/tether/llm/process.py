@@ -1,9 +1,11 @@
-"""What a command sets for its whole process before it loads a model."""
+"""What a command sets for its whole process, and which of several processes it is."""
 
 from __future__ import annotations
 
 import logging
 import os
+
+from tether.errors import ConfigError
 
 
 def prepare_process(threads: int | None = None) -> None:
@@ -22,3 +24,29 @@ def prepare_process(threads: int | None = None) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("datasets").setLevel(logging.ERROR)
+
+
+def process_count() -> int:
+    """How many processes train together; more than one under ``accelerate launch`` or ``torchrun``.
+
+    >>> process_count()
+    1
+    """
+    return _number("WORLD_SIZE", 1)
+
+
+def is_main_process() -> bool:
+    """Whether this process writes the run's folder and speaks; the others only compute.
+
+    >>> is_main_process()
+    True
+    """
+    return _number("RANK", 0) == 0
+
+
+def _number(name: str, default: int) -> int:
+    """A variable that launchers set. Read here because it is needed before any trainer exists."""
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name}={text!r} in the environment is no number. Start with accelerate launch.")
+    return int(text)

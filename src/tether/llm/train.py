@@ -3,46 +3,76 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.experiments import RunFolder, TrainingProgress, seed_everything
+from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
+from tether.experiments.run_config import CONFIG_FILE
 from tether.llm.config import TrainConfig
-from tether.llm.process import prepare_process
+from tether.llm.hub import check_hub_access, upload
+from tether.llm.preflight import check_before_loading, check_rewards
+from tether.llm.process import is_main_process, prepare_process
+from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
+    from tether.llm.evaluate import Evaluation
+    from tether.llm.failures import Whereabouts
 
-# Settings of a run that may be different when it is continued.
-_MAY_CHANGE = ("steps", "keep_checkpoints", "device")
+# Settings of a run that may be different when it is continued: how much, and what memory takes.
+_MAY_CHANGE = ("steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing")
 
 
 def train(config: TrainConfig) -> RunFolder:
     """Train as the config says; what comes out is in the run's folder.
 
     Everything that can be refused is refused before the folder is made: a missing model, an
-    unknown task, data without answers, settings that do not go together.
+    unknown task, data without answers, settings that do not go together, more memory or disk than there is.
+
+    Under ``accelerate launch`` every process calls this; the first writes the folder.
 
     Returns:
         The closed run folder: `metrics.jsonl`, `eval.jsonl`, `samples/`, `checkpoints/`, `model/`
-        (the trained model, to load with Transformers) and `tensorboard/`.
+        (the trained model and its card, to load with Transformers) and `tensorboard/`.
 
     Raises:
         ConfigError, DataError, CheckpointError: naming what is wrong and what to do.
+        TrainingStoppedError: memory, disk or finite numbers ran out; where, and what is left.
     """
     from tether.llm.models import load_model_and_tokenizer
 
     prepare_process(config.threads)
     seed_everything(config.seed)
     task = make_task(config.task, **config.task_options)
-    problems = task.problems("validation", config.eval_problems, 0)
-    model, tokenizer = load_model_and_tokenizer(config.model, dtype=config.dtype)
-    trainer = _build(config, model, tokenizer, task)
-    run = RunFolder.create(
+    with closing(task):
+        problems = task.problems("validation", config.eval_problems, 0)
+        check_before_loading(config, task)
+        if config.push_to_hub is not None:
+            check_hub_access(config.push_to_hub)
+        model, tokenizer = load_model_and_tokenizer(
+            config.model, dtype=config.dtype, quantization=config.quantization
+        )
+        if is_main_process() and not (config.resume and (config.output / CONFIG_FILE).is_file()):
+            check_rewards(config, model, tokenizer, task)
+        trainer = _build(config, model, tokenizer, task)
+        with _run_folder(config) as run:
+            _run(config, run, trainer, tokenizer, task, problems)
+    trainer.accelerator.wait_for_everyone()
+    return RunFolder.open(config.output) if run is None else run
+
+
+@contextmanager
+def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
+    """The run's folder, for the process that writes it; nothing for the others."""
+    if not is_main_process():
+        yield None
+        return
+    with RunFolder.create(
         config.output,
         kind="llm",
         label=config.label,
@@ -51,10 +81,8 @@ def train(config: TrainConfig) -> RunFolder:
         resume=config.resume,
         may_change=_MAY_CHANGE,
         tensorboard=True,
-    )
-    with run, closing(task):
-        _run(config, run, trainer, tokenizer, task, problems)
-    return run
+    ) as run:
+        yield run
 
 
 def _build(config: TrainConfig, model: Any, tokenizer: Any, task: Any) -> OldPolicyTrainer:
@@ -67,59 +95,104 @@ def _build(config: TrainConfig, model: Any, tokenizer: Any, task: Any) -> OldPol
 
 
 def _run(
-    config: TrainConfig, run: RunFolder, trainer: OldPolicyTrainer, tokenizer: Any, task: Any, problems: Any
+    config: TrainConfig,
+    run: RunFolder | None,
+    trainer: OldPolicyTrainer,
+    tokenizer: Any,
+    task: Any,
+    problems: Any,
 ) -> None:
+    from rich.console import Console
     from transformers import PrinterCallback
 
+    from tether.llm.callbacks import stopping_on_interrupt
+    from tether.llm.evaluate import evaluate_model
+    from tether.llm.failures import Whereabouts, stopping_with_a_reason
+
+    start = _starting_point(config, run, trainer)
+    done = start.step if start else 0
+    if start is not None and done >= config.steps:
+        if run is not None and not run.finished:  # killed after its last checkpoint
+            finish_from_checkpoint(config, run, start.path, tokenizer)
+            run.mark_finished()
+        return
+    # One display a run: the first process's.
+    console = None if run is not None else Console(quiet=True)
+    label = f"{config.label}, seed {config.seed}"
+    where = Whereabouts()
+    with (
+        TrainingProgress(config.steps, label, done=done, console=console) as progress,
+        stopping_with_a_reason(run, trainer, config, where),
+    ):
+        trainer.args.output_dir = str(config.output / UNFINISHED)
+        trainer.remove_callback(PrinterCallback)
+        evaluate = functools.partial(
+            evaluate_model, trainer.model, tokenizer, task, problems,
+            samples=config.eval_samples, temperature=config.temperature,
+            max_response_tokens=config.max_response_tokens,
+            chat_template_options=config.chat_template_options,
+        )  # fmt: skip
+        stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, where)
+        with stopping_on_interrupt(stop, progress.message):
+            trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+        if trainer.state.global_step < config.steps:
+            progress.message(
+                f"Stopped at step {trainer.state.global_step} of {config.steps}. Continue with --resume."
+            )
+            return
+        with where.during("saving the model"):
+            save_trained_model(config, run, trainer, tokenizer)
+    if run is not None:
+        run.mark_finished()
+        if config.push_to_hub is not None:
+            upload(run.path / "model", config.push_to_hub, progress.message)
+
+
+def _starting_point(
+    config: TrainConfig, run: RunFolder | None, trainer: OldPolicyTrainer
+) -> Checkpoint | None:
+    """Where to go on from; every process sees what the first one left."""
+    start = None
+    if run is not None:
+        start = run.latest_checkpoint(config.damaged_checkpoint) if config.resume else None
+        if not run.finished or start is None or start.step < config.steps:
+            run.truncate_after(start.step if start else -1)
+    trainer.accelerator.wait_for_everyone()
+    if run is None and config.resume:
+        start = RunFolder.open(config.output).latest_checkpoint()
+    return start
+
+
+def _add_callbacks(
+    config: TrainConfig,
+    run: RunFolder | None,
+    trainer: OldPolicyTrainer,
+    tokenizer: Any,
+    task: Any,
+    progress: TrainingProgress,
+    evaluate: Callable[[], Evaluation],
+    where: Whereabouts,
+) -> Callable[[], None]:
+    """What happens around the steps, in this order; returns how to ask for a stop."""
     from tether.llm.callbacks import (
         CheckpointCallback,
         EvaluationCallback,
         MetricsCallback,
         SamplesCallback,
-        stopping_on_interrupt,
+        tensorboard_callback,
     )
-    from tether.llm.evaluate import evaluate_model
+    from tether.llm.failures import FiniteGradients
 
-    start = run.latest_checkpoint() if config.resume else None
-    run.truncate_after(start.step if start else -1)
-    done = start.step if start else 0
-    if done >= config.steps:
-        return
-    evaluate = functools.partial(
-        evaluate_model, trainer.model, tokenizer, task, problems,
-        samples=config.eval_samples, temperature=config.temperature,
-        max_response_tokens=config.max_response_tokens,
-    )  # fmt: skip
-    with TrainingProgress(config.steps, f"{config.label}, seed {config.seed}", done=done) as progress:
+    trainer.add_callback(FiniteGradients())
+    if run is not None:
+        trainer.add_callback(MetricsCallback(run, progress, config))
+        if "tensorboard" in config.report_to:
+            trainer.add_callback(tensorboard_callback(run.path / "tensorboard" / "trl"))
+    trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, where))
+    if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
         samples.watch(trainer)
-        checkpoints = CheckpointCallback(run, config)
-        trainer.args.output_dir = str(run.path / ".unfinished-checkpoint")
-        trainer.remove_callback(PrinterCallback)
-        for callback in (
-            MetricsCallback(run, progress),
-            EvaluationCallback(run, progress, evaluate, config),
-            samples,
-            checkpoints,
-        ):
-            trainer.add_callback(callback)
-        with stopping_on_interrupt(checkpoints.request_stop, progress.message):
-            trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-    if trainer.state.global_step < config.steps:
-        progress.message(
-            f"Stopped at step {trainer.state.global_step} of {config.steps}. Continue with --resume."
-        )
-        return
-    _save_model(trainer, tokenizer, run.path / "model")
-    run.mark_finished()
-
-
-def _save_model(trainer: OldPolicyTrainer, tokenizer: Any, folder: Path) -> None:
-    """The trained model, whole (adapters merged), next to its tokenizer; the old one stays until then."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
-    unfinished = folder.with_name(f".{folder.name}.tmp")
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    os.replace(unfinished, folder)
+        trainer.add_callback(samples)
+    checkpoints = CheckpointCallback(run, config, where, trainer.accelerator)
+    trainer.add_callback(checkpoints)
+    return checkpoints.request_stop

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tether.errors import ConfigError, MissingDependencyError
 from tether.llm.config import TrainConfig
+from tether.llm.process import process_count
 from tether.llm.tasks import Task, reward_function, to_dataset
 
 if TYPE_CHECKING:
@@ -86,10 +89,10 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         **_ESTIMATORS[config.estimator],
         "output_dir": str(folder),
         "use_cpu": cpu,
-        "bf16": not cpu and config.dtype != "float32",
+        "bf16": config.mixed_precision or (not cpu and config.dtype != "float32"),
         "seed": config.seed,
         "max_steps": config.steps,
-        "per_device_train_batch_size": config.responses_per_micro_batch,
+        "per_device_train_batch_size": _responses_per_process(config),
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": config.updates_per_rollout * accumulation,
         "num_generations": config.responses_per_prompt,
@@ -102,15 +105,67 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         "weight_decay": 0.0,
         "max_grad_norm": config.max_grad_norm,
         "gradient_checkpointing": config.gradient_checkpointing,
+        "mask_truncated_completions": config.mask_truncated,
+        "chat_template_kwargs": dict(config.chat_template_options),
+        **_vllm(config, cpu),
+        # A NaN must be seen (tether.llm.failures), not replaced by an average.
+        "logging_nan_inf_filter": False,
         # The order is ours (below), and the same after a resume in whichever epoch.
         "shuffle_dataset": False,
         "dataloader_pin_memory": not cpu,
         "save_strategy": "no",
         "eval_strategy": "no",
-        "report_to": "none",
+        "report_to": _trackers(config),
+        "run_name": f"{config.output.name}, {config.label}, seed {config.seed}",
         "logging_steps": 1,
         "disable_tqdm": True,
     }
+
+
+def _responses_per_process(config: TrainConfig) -> int:
+    """The micro-batch is that of the whole run; each process holds an equal part of it."""
+    processes = process_count()
+    if config.responses_per_micro_batch % processes:
+        raise ConfigError(
+            f"{config.responses_per_micro_batch} responses at a time cannot be split evenly among "
+            f"{processes} processes. Set micro_batch_size to a multiple of their number."
+        )
+    return config.responses_per_micro_batch // processes
+
+
+def _trackers(config: TrainConfig) -> list[str]:
+    """The trackers TRL reports to; TensorBoard is fed by the run, into its own folder."""
+    chosen: list[str] = [name for name in config.report_to if name != "tensorboard"]
+    for name in chosen:
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(
+                f"report_to names {name}, which is not installed: pip install {name}"
+            )
+    return chosen or ["none"]
+
+
+def _vllm(config: TrainConfig, cpu: bool) -> dict[str, Any]:
+    """TRL's settings of vLLM; refused where it cannot run rather than replaced."""
+    if config.rollouts != "vllm":
+        return {}
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependencyError(
+            "rollouts='vllm' needs vLLM, which is not installed: pip install 'trl[vllm]', or use "
+            "rollouts='transformers'."
+        )
+    if cpu:
+        raise ConfigError(
+            "rollouts='vllm' hands weights over on the GPU, and this run has none (device "
+            f"{config.device!r}). Use rollouts='transformers'."
+        )
+    settings: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
+    if config.vllm_mode == "colocate":
+        return settings | {"vllm_gpu_memory_utilization": config.vllm_memory}
+    if config.vllm_server is None:
+        raise ConfigError(
+            "vllm_mode='server' needs the server's address: set vllm_server, such as http://localhost:8000."
+        )
+    return settings | {"vllm_server_base_url": config.vllm_server}
 
 
 def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:

@@ -12,6 +12,9 @@ from tether.llm.tasks.protocol import BatchTask, Split, Task, Verdict
 if TYPE_CHECKING:
     from datasets import Dataset
 
+PARTS = "reward_parts/"
+"""What the names of a verdict's parts begin with where TRL logs them."""
+
 Completion = str | list[dict[str, Any]]
 """A response as TRL hands it over: text, or the messages that continue a conversation."""
 
@@ -58,7 +61,8 @@ def reward_function(task: Task) -> Callable[..., list[float]]:
 
     The result takes ``(prompts, completions, completion_ids=None, *, answer, **columns)`` and returns one
     reward a completion. Completions are strings or, for conversations, lists of messages of which the
-    last one's content counts. It carries the name ``<task>_reward``, under which TRL logs it.
+    last one's content counts. It carries the name ``<task>_reward``, under which TRL logs it; the verdicts'
+    parts are logged beside it, as ``reward_parts/<name>``.
 
     Raises:
         DataError: (from the result) the dataset has no column ``"answer"``.
@@ -88,10 +92,28 @@ def reward_function(task: Task) -> Callable[..., list[float]]:
                 "completion."
             )
         texts = [completion_text(completion) for completion in completions]
-        return [verdict.reward for verdict in verify_all(task, texts, answers)]
+        verdicts = verify_all(task, texts, answers)
+        log = columns.get("log_metric")
+        if log is not None:
+            for name, mean in mean_parts(verdicts).items():
+                log(PARTS + name, mean)
+        return [verdict.reward for verdict in verdicts]
 
     reward.__name__ = f"{task.name}_reward"
     return reward
+
+
+def mean_parts(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """The mean of each named part over the verdicts that have it.
+
+    >>> mean_parts([Verdict(1.0, True, {"boxed": 1.0}), Verdict(0.0, False, {"boxed": 0.0})])
+    {'boxed': 0.5}
+    """
+    values: dict[str, list[float]] = {}
+    for verdict in verdicts:
+        for name, value in verdict.parts.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def verify_all(task: Task, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:

@@ -1,0 +1,162 @@
+"""How much memory a training run will take, before anything is loaded; and how much there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tether.llm.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_NF4_BYTES = 0.53
+"""Bytes a weight in NF4: half a byte, and doubly quantised constants."""
+
+# TRL evaluates the LM head in tiles of this many tokens and ids, in float32.
+_HEAD_TOKENS, _HEAD_IDS = 4096, 32768
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes one process needs. Weights, gradients and optimizer are counted; the rest is estimated."""
+
+    parameters: int
+    """Numbers in the model."""
+    trained: int
+    """Numbers the optimizer changes."""
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW's two moments."""
+    reference: int
+    """A second model, where the reference penalty needs one."""
+    activations: int
+    """What one micro-batch leaves for the backward pass, and the tile of the LM head."""
+    generation: int
+    """Keys and values of all responses of a batch, written at once, and the logits of one token each."""
+
+    @property
+    def fixed(self) -> int:
+        """What there is no way around with these settings."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def peak(self) -> int:
+        """The larger of an update and of writing responses, when there are no gradients."""
+        resting = self.weights + self.optimizer + self.reference
+        return max(self.fixed + self.activations, resting + self.generation)
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint on the disk: what is trained and its moments."""
+        whole = self.trained == self.parameters
+        return self.optimizer + (self.weights if whole else self.optimizer // 2)
+
+
+def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length: int) -> MemoryEstimate:
+    """What training takes in one process of ``config``'s run.
+
+    The model is built without memory (on torch's meta device), so weights, gradients and moments are exact
+    for its architecture. Activations are counted as the tensors a pre-norm decoder with gated MLP and fused
+    attention keeps: 8 of the width and 4 of the MLP's width for each token and layer.
+
+    Args:
+        config: the run's settings.
+        model_config: the model's configuration.
+        length: tokens of the longest prompt and response together.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from tether.llm.process import process_count
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    text = model_config.get_text_config()
+    size = _bytes_a_weight(config, model_config)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    trained = parameters if config.lora_rank is None else _adapter_size(model, config.lora_rank)
+    trained_size = size if config.lora_rank is None else 4
+    rows = max(1, config.responses_per_micro_batch // process_count())
+    written = max(1, config.prompts_per_rollout * config.responses_per_prompt // process_count())
+    return MemoryEstimate(
+        parameters=parameters,
+        trained=trained,
+        weights=int(parameters * size) if config.quantization == "none" else _nf4_weights(model),
+        gradients=trained * trained_size,
+        optimizer=2 * trained * trained_size,
+        reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
+        activations=_activations(config, text, rows * length, size),
+        generation=0 if config.rollouts == "vllm" else _generation(text, written, length, size),
+    )
+
+
+def available_memory(device: str = "auto") -> tuple[int, str]:
+    """Bytes that are free, and of what: the GPU, or this machine (or container).
+
+    >>> available, place = available_memory("cpu")
+    >>> available > 0, place
+    (True, 'memory')
+    """
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0], "GPU memory"
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = _container_limit()
+    return (free if limit is None else min(free, limit)), "memory"
+
+
+def _bytes_a_weight(config: TrainConfig, model_config: Any) -> int:
+    names = {"float32": 4, "bfloat16": 2}
+    if config.dtype in names:
+        return names[config.dtype]
+    stored = getattr(model_config, "dtype", None)
+    return stored.itemsize if isinstance(stored, torch.dtype) else 4
+
+
+def _linear_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """What adapters and 4-bit weights apply to: all linear layers except the head."""
+    head = model.get_output_embeddings()
+    return [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+
+
+def _adapter_size(model: PreTrainedModel, rank: int) -> int:
+    return sum(rank * (layer.in_features + layer.out_features) for layer in _linear_layers(model))
+
+
+def _nf4_weights(model: PreTrainedModel) -> int:
+    packed = sum(layer.weight.numel() for layer in _linear_layers(model))
+    others = sum(weight.numel() for weight in model.parameters()) - packed
+    return int(packed * _NF4_BYTES + others * 2)
+
+
+def _activations(config: TrainConfig, text: Any, tokens: int, size: int) -> int:
+    compute = 2 if config.mixed_precision else size
+    width, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    layer = tokens * (8 * width + 4 * inner) * compute
+    layers = text.num_hidden_layers
+    kept = layer + layers * tokens * width * compute if config.gradient_checkpointing else layers * layer
+    tile = min(tokens, _HEAD_TOKENS) * min(text.vocab_size, _HEAD_IDS) * 4
+    return int(kept + 2 * tile)
+
+
+def _generation(text: Any, responses: int, length: int, size: int) -> int:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cache = responses * length * text.num_hidden_layers * 2 * heads * head_dim * size
+    logits = 3 * responses * text.vocab_size * 4  # as they come, scaled, and as probabilities
+    return int(cache + logits)
+
+
+def _container_limit() -> int | None:
+    """What a control group (a container, a cluster's job) still allows; None without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    limit, used = folder / "memory.max", folder / "memory.current"
+    if not (limit.is_file() and used.is_file()):
+        return None
+    text = limit.read_text().strip()
+    return max(0, int(text) - int(used.read_text())) if text.isdigit() else None

@@ -1,0 +1,225 @@
+"""Checks before hours are spent: memory, disk, lengths, chat template, and whether rewards can teach."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tether.errors import ConfigError, TetherWarning
+from tether.llm.config import TrainConfig
+from tether.llm.memory import MemoryEstimate, available_memory, estimate_memory
+from tether.llm.tasks import Task
+from tether.llm.tasks.training import verify_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PROBLEMS, _RESPONSES = 8, 4
+"""How many training problems are looked at, and answered how often."""
+
+_CROWDED = 0.9
+"""Share of free memory from which an estimate is worth a warning."""
+
+_TRUNCATED = 0.9
+"""Share of responses cut off from which learning is in doubt."""
+
+_LOST_IN_BFLOAT16 = 1e-5
+"""Below this learning rate most steps of Adam are smaller than bfloat16's last digit of a weight."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a check found."""
+
+    text: str
+    """What, with numbers, and what to do."""
+    fatal: bool
+    """Whether the run cannot work, rather than likely being of no use."""
+
+
+def check_before_loading(config: TrainConfig, task: Task) -> None:
+    """Look at what can be known without the weights: lengths, template, memory, disk.
+
+    Args:
+        config: the run's settings; its `preflight` says what becomes of findings.
+        task: gives training problems to measure prompts with.
+
+    Raises:
+        ConfigError: the run cannot work, or, with ``preflight="refuse"``, is doubtful; with every finding.
+        CheckpointError: a model folder that cannot be read.
+        DataError: training problems that cannot be read.
+    """
+    if config.preflight == "off":
+        return
+    from tether.llm.models import read_config_and_tokenizer
+
+    model_config, tokenizer = read_config_and_tokenizer(config.model)
+    prompts = [problem.prompt for problem in task.problems("train", 4 * _PROBLEMS, config.seed)]
+    if task.chat and tokenizer.chat_template is None:
+        _act(config, [Finding(
+            f"Task {config.task!r} asks in conversations, but {config.model!r} has no chat template. Use an "
+            "instruction-tuned model, or put a chat_template into its tokenizer.", True,
+        )])  # fmt: skip
+        return
+    longest = _longest_prompt(config, tokenizer, prompts)
+    response = config.max_response_tokens or task.max_response_tokens
+    estimate = estimate_memory(config, model_config, longest + response)
+    _act(config, [
+        *_lengths(model_config, longest, response),
+        *_memory(config, estimate, longest + response),
+        *_disk(config, estimate),
+        *_precision(config),
+    ])  # fmt: skip
+
+
+def check_rewards(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> None:
+    """Answer a few training problems as training would, and see whether the rewards differ.
+
+    Random numbers of others are left alone. All wrong, all right, or alike within every problem means
+    advantages of zero: nothing to learn from.
+
+    Raises:
+        ConfigError: with ``preflight="refuse"``, rewards that teach nothing or responses all cut off.
+    """
+    if config.preflight == "off":
+        return
+    from tether.llm.generate import answer
+
+    count = min(_RESPONSES, config.responses_per_prompt)
+    problems = [p for p in task.problems("train", _PROBLEMS, config.seed) for _ in range(count)]
+    responses = answer(
+        model, tokenizer, [problem.prompt for problem in problems],
+        max_response_tokens=config.max_response_tokens or task.max_response_tokens,
+        temperature=config.temperature, batch_size=len(problems), seed=config.seed,
+        chat_template_options=config.chat_template_options,
+    )  # fmt: skip
+    verdicts = verify_all(task, [r.text for r in responses], [problem.answer for problem in problems])
+    rewards = [verdict.reward for verdict in verdicts]
+    groups = [rewards[start : start + count] for start in range(0, len(rewards), count)]
+    truncated = sum(response.truncated for response in responses) / len(responses)
+    solved = sum(verdict.correct for verdict in verdicts)
+    _act(config, [*_reward_findings(groups, solved), *_truncation(truncated, len(responses))])
+
+
+def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:
+    stops = [found for found in findings if found.fatal or config.preflight == "refuse"]
+    if stops:
+        listed = "\n".join(f"- {found.text}" for found in stops)
+        raise ConfigError(
+            f"Checks before training found what stands in its way:\n{listed}\n"
+            "(preflight='off', --preflight off, trains all the same.)"
+        )
+    for found in findings:
+        warnings.warn(f"Before training: {found.text}", TetherWarning, stacklevel=4)
+
+
+def _longest_prompt(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> int:
+    from tether.llm.generate import encode_prompt
+
+    return max(len(encode_prompt(tokenizer, prompt, config.chat_template_options)) for prompt in prompts)
+
+
+def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding]:
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + response > positions:
+        yield Finding(
+            f"Prompts of {longest} tokens and responses of {response} do not fit the model's {positions} "
+            "positions. Lower max_response_tokens, or use a model with a longer context.",
+            True,
+        )
+
+
+def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Iterator[Finding]:
+    available, place = available_memory(config.device)
+    parts = (
+        f"weights {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer "
+        f"{_gb(estimate.optimizer)}"
+        + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
+    )
+    if estimate.fixed > available:
+        yield Finding(
+            f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)} "
+            f"of {place} are free. Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a "
+            "smaller model.",
+            True,
+        )
+    elif estimate.peak > _CROWDED * available:
+        yield Finding(
+            f"An estimated {_gb(estimate.peak)} are needed ({parts}; "
+            f"{_gb(estimate.activations)} for an update on {config.responses_per_micro_batch} responses of "
+            f"{length} tokens, {_gb(estimate.generation)} while "
+            f"{config.prompts_per_rollout * config.responses_per_prompt} responses are written), and "
+            f"{_gb(available)} of {place} are free. Lower micro_batch_size, turn on gradient_checkpointing, "
+            "or lower prompts_per_rollout.",
+            False,
+        )
+
+
+def _disk(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
+    folder = config.output.absolute()
+    there = len(list(folder.glob("checkpoints/step-*/COMPLETE")))
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    kept = config.keep_checkpoints + 1  # the new one is whole before the oldest goes
+    needed = max(1, kept - there) * estimate.checkpoint + estimate.weights
+    if needed > free:
+        one = estimate.checkpoint + estimate.weights
+        yield Finding(
+            f"{kept} checkpoints of {_gb(estimate.checkpoint)} and the trained model need {_gb(needed)} on "
+            f"the disk of {folder}, and {_gb(free)} are free. Free space, lower keep_checkpoints "
+            f"({config.keep_checkpoints}), or choose another output folder.",
+            one > free,
+        )
+
+
+def _precision(config: TrainConfig) -> Iterator[Finding]:
+    if config.dtype == "bfloat16" and config.lora_rank is None and config.learning_rate < _LOST_IN_BFLOAT16:
+        yield Finding(
+            f"With bfloat16 weights a learning rate of {config.learning_rate:g} changes most weights by less "
+            "than their last digit, so that most of every step is lost. Use dtype='float32' with "
+            "mixed_precision (twice the memory), or lora_rank.",
+            False,
+        )
+
+
+def _reward_findings(groups: Sequence[Sequence[float]], solved: int) -> Iterator[Finding]:
+    rewards = [reward for group in groups for reward in group]
+    asked = f"{len(rewards)} responses to {len(groups)} training problems"
+    if any(max(group) > min(group) for group in groups):
+        return
+    if solved == 0 and max(rewards) == min(rewards):
+        yield Finding(
+            f"None of {asked} was right (all have reward {rewards[0]:g}), so the success rate is likely "
+            f"below {3 / len(rewards):.0%} and there is next to nothing to learn from. Take easier problems, "
+            "a stronger model, a longer max_response_tokens, or check that the answer's form is asked for.",
+            False,
+        )
+    elif solved == len(rewards):
+        yield Finding(
+            f"All of {asked} were right: nothing is left to learn here. Take harder problems.", False
+        )
+    else:
+        yield Finding(
+            f"Among {asked}, those to one problem all have the same reward, so every advantage is zero. "
+            "Raise temperature or responses_per_prompt, or take problems of another difficulty.",
+            False,
+        )
+
+
+def _truncation(share: float, count: int) -> Iterator[Finding]:
+    if share >= _TRUNCATED:
+        yield Finding(
+            f"{share:.0%} of {count} responses were cut off at the longest length. Raise "
+            "max_response_tokens, or check that the model ends its turns (end token, chat template).",
+            False,
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
