@@ -13,7 +13,7 @@ from tether.errors import CheckpointError
 from tether.experiments import write_report
 from tether.experiments.report import page as page_module
 from tether.experiments.report.page import compare_settings, mixed_labels
-from tether.experiments.report.panels import LLM_PANELS, _panel, bounds
+from tether.experiments.report.panels import LLM_PANELS, _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
 from tether.experiments.statistics import bootstrap_interval
 from tether.experiments.summary import load_runs
@@ -357,3 +357,17 @@ def test_a_run_with_hardly_any_numbers_still_makes_a_page(make_run: WriteRun, tm
     page = Page(write_report([path], tmp_path / "out"))
     assert "Not finished: TROLL, seed 0." in page.text
     assert page.links() == []
+
+
+def test_a_task_judged_by_another_number_is_shown_without_success(
+    tmp_path: Path, write_run: WriteRun
+) -> None:
+    evals = [{"step": 0, "success_greedy": 0.0, "height_greedy": 1.5}]
+    shown = {}
+    for headline in ("height", "success"):
+        path = tmp_path / headline
+        write_run(path, [{"success": 0.0}], evals, kind="episodic", settings={"headline": headline})
+        shown[headline] = [spec.metric for spec in _specs(load_runs([path]))]
+    assert shown["height"][0] == "height_greedy"
+    assert not {"success", "success_greedy"} & set(shown["height"])
+    assert {"success", "success_greedy"} < set(shown["success"])

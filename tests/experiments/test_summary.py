@@ -101,6 +101,14 @@ def test_runs_may_name_what_they_are_compared_by(make_run: MakeRun) -> None:
     assert {line.metric for line in summarise(load_runs([path, other]))} == {"success"}
 
 
+def test_a_headline_is_found_in_evaluations_of_the_mean_policy(make_run: MakeRun) -> None:
+    """Training measures the height of samples, an evaluation that of the mean motion; success stays at 0."""
+    evals = [{"step": step, "success_greedy": 0.0, "height_greedy": 1.5 + step / 4} for step in (0, 1)]
+    path = make_run("a", [{"success": 0.0, "height": 1.6}], evals, settings={"headline": "height"})
+    (line,) = summarise(load_runs([path]))
+    assert (line.metric, line.final.value if line.final else None) == ("height_greedy", 1.75)
+
+
 def test_episodic_runs_stand_at_their_environment_steps(make_run: MakeRun) -> None:
     path = make_run(
         "a",

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 HEADLINES = ("success", "success_greedy", "return_mean", "return_greedy", "reward")
 """What methods are compared by: the first of these that every run has evaluated, else measured in training.
 
-A run whose settings name another metric as their ``headline`` is compared by that.
+Runs whose settings name another metric as their ``headline`` are compared by that, or by its evaluations of
+the mean policy (``_greedy``).
 """
 
 
@@ -176,10 +177,16 @@ def by_label(runs: Iterable[RunData]) -> dict[str, list[RunData]]:
     return groups
 
 
+def own_headlines(runs: Sequence[RunData]) -> tuple[str, ...]:
+    """The metric the runs' settings name as their headline, and its evaluations of the mean policy."""
+    wanted = {run.config.settings.get("headline") for run in runs}
+    name = wanted.pop() if len(wanted) == 1 else None
+    return (name, f"{name}_greedy") if isinstance(name, str) else ()
+
+
 def headline_metric(runs: Sequence[RunData]) -> str | None:
     """What the runs are compared by; None where they share none of `HEADLINES`."""
-    wanted = {run.config.settings.get("headline") for run in runs}
-    own = tuple(name for name in wanted if isinstance(name, str)) if len(wanted) == 1 else ()
+    own = own_headlines(runs)
     for name in (*own, *HEADLINES):
         if all(run.eval_curve(name) is not None for run in runs):
             return name

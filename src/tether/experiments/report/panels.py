@@ -12,7 +12,7 @@ import numpy as np
 from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.statistics import Curve, Statistic, block_curve
-from tether.experiments.summary import RunData, by_label, headline_metric
+from tether.experiments.summary import RunData, by_label, headline_metric, own_headlines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -183,13 +183,16 @@ def bounds(runs: Sequence[RunData], setting: str) -> dict[str, float]:
 
 def _specs(runs: Sequence[RunData]) -> tuple[Spec, ...]:
     """The panels of the kind of run, before them the runs' own headline if it is another number."""
-    specs = EPISODIC_PANELS if runs[0].config.kind == "episodic" else LLM_PANELS
+    specs: tuple[Spec, ...] = EPISODIC_PANELS if runs[0].config.kind == "episodic" else LLM_PANELS
     headline = headline_metric(runs)
     if headline is None or any(spec.metric == headline for spec in specs):
         return specs
     evaluated = any(headline in run.eval_names for run in runs)
     name = headline.replace("_", " ")
     text = "What these runs are compared by."
+    if headline in own_headlines(runs):
+        # Judged by another number, such a task may define no success: a curve at 0 would look like a failure.
+        specs = tuple(spec for spec in specs if spec.metric not in ("success", "success_greedy"))
     own = Spec(headline, name.capitalize(), name, text, source=_EVALUATION if evaluated else _TRAINING)
     return (own, *specs)
 
