@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -21,6 +22,10 @@ settings.register_profile(
 settings.load_profile("tether")
 
 torch.set_num_threads(1)
+
+# Without a GPU, Triton's kernels are interpreted. Triton asks when a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

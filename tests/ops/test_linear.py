@@ -9,85 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from naive_head import SETTINGS, N, V, make_inputs, naive, use_everything
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops import LinearLogProbs, head, linear, linear_log_probs
+from tether.ops import head, linear, linear_log_probs
 
 INF = math.inf
-N, D, V = 13, 6, 37
-
-# name: keywords of one setting of the head
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "scale": {"logit_scale": 0.25, "temperature": 1.3},
-    "softcap": {"softcap": 2.0, "temperature": 0.6, "logit_scale": 1.5},
-    "padding": {"vocabulary_size": 31},
-    "everything": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5, "vocabulary_size": 29},
-}
-
-
-def _naive(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None = None,
-    top_k: int | None = None,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    vocabulary_size: int | None = None,
-) -> LinearLogProbs:
-    """The documented lines of torch, with the whole [N, V]."""
-    logits = logit_scale * (hidden @ weight.T + (0 if bias is None else bias))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    if vocabulary_size is not None:
-        padding = torch.arange(weight.shape[0]) >= vocabulary_size
-        logits = logits.masked_fill(padding, -INF)
-    log_probs = logits.log_softmax(-1)
-    finite = torch.where(torch.isneginf(log_probs), 0.0, log_probs)
-    entropy = -(log_probs.exp() * finite).sum(-1)
-    gathered = torch.where(ids == -1, -INF, log_probs.gather(-1, ids.clamp_min(0)))
-    top_ids = log_probs.detach().sort(descending=True, stable=True).indices[:, : top_k or 0]
-    return LinearLogProbs(gathered, logits.logsumexp(-1), entropy, top_ids, log_probs.gather(-1, top_ids))
-
-
-def _inputs(
-    dtype: torch.dtype = torch.float64, *, largest_id: int = V
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(N, D, dtype=torch.float64, generator=generator)
-    weight = torch.randn(V, D, dtype=torch.float64, generator=generator)
-    bias = torch.randn(V, dtype=torch.float64, generator=generator)
-    ids = torch.stack([torch.randperm(largest_id, generator=generator)[:4] for _ in range(N)])
-    ids[2, 1] = ids[5, 0] = ids[5, 3] = -1
-    ids[7] = -1
-    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids
-
-
-def _upstreams(result: LinearLogProbs, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    shapes = (result.log_probs.shape, result.entropy.shape, result.top_log_probs.shape)  # type: ignore[union-attr]
-    first, second, third = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
-    first[3] = second[3] = third[3] = 0  # a row without gradient
-    return torch.where(ids == -1, 0.0, first), second, third
-
-
-def _loss(result: LinearLogProbs, ids: Tensor) -> Tensor:
-    """Uses every differentiable output, so that every path of the backward is in the gradient."""
-    first, second, third = _upstreams(result, ids)
-    dtype = result.log_probs.dtype
-    finite = torch.where(ids == -1, 0.0, result.log_probs)
-    assert result.top_log_probs is not None
-    return (
-        (first.to(dtype) * finite).sum()
-        + (second.to(dtype) * result.entropy).sum()
-        + (third.to(dtype) * result.top_log_probs).sum()
-    )
 
 
 @pytest.fixture(params=[None, 1, 100], ids=["one block", "a block a token", "a few tokens a block"])
@@ -101,14 +29,14 @@ def _workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_values_and_gradients_equal_the_naive_line(setting: str, with_bias: bool) -> None:
     options = SETTINGS[setting]
-    hidden, weight, bias, ids = _inputs(largest_id=options.get("vocabulary_size", V))
+    hidden, weight, bias, ids = make_inputs(largest_id=options.get("vocabulary_size", V))
     outcomes = []
-    for function in (_naive, linear_log_probs):
+    for function in (naive, linear_log_probs):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         result = function(
             leaves[0], leaves[1], ids, bias=leaves[2] if with_bias else None, top_k=5, **options
         )
-        gradients = torch.autograd.grad(_loss(result, ids), leaves[: 3 if with_bias else 2])
+        gradients = torch.autograd.grad(use_everything(result, ids), leaves[: 3 if with_bias else 2])
         outcomes.append((result, gradients))
     (expected, expected_gradients), (result, gradients) = outcomes
     held = ids != -1
@@ -124,7 +52,7 @@ def test_values_and_gradients_equal_the_naive_line(setting: str, with_bias: bool
 
 @pytest.mark.parametrize("output", ["log_probs", "top_log_probs", "entropy", "log_sum_exp"])
 def test_each_output_alone_has_the_gradient_of_finite_differences(output: str) -> None:
-    hidden, weight, bias, ids = _inputs()
+    hidden, weight, bias, ids = make_inputs()
     hidden, ids = hidden[:3], ids[:3].clamp_min(0)
 
     def function(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -143,17 +71,17 @@ def test_half_precision_is_within_twice_the_rounding_of_the_reference(
     """Against float64 on the same rounded inputs; the reference is the naive line in float32."""
     monkeypatch.setattr(head, "VOCABULARY_BLOCK", 16)  # the head is widened in several pieces
     options = SETTINGS[setting]
-    hidden, weight, bias, ids = _inputs(dtype, largest_id=options.get("vocabulary_size", V))
+    hidden, weight, bias, ids = make_inputs(dtype, largest_id=options.get("vocabulary_size", V))
     results, gradients = [], []
     for function, precision in (
-        (_naive, torch.float64),
-        (_naive, torch.float32),
+        (naive, torch.float64),
+        (naive, torch.float32),
         (linear_log_probs, dtype),
     ):
         leaves = [x.to(precision, copy=True).requires_grad_() for x in (hidden, weight, bias)]
         result = function(leaves[0], leaves[1], ids, bias=leaves[2], top_k=5, **options)  # type: ignore[operator]
         results.append(torch.where(ids == -1, 0.0, result.log_probs).double())
-        gradients.append([g.double() for g in torch.autograd.grad(_loss(result, ids), leaves)])
+        gradients.append([g.double() for g in torch.autograd.grad(use_everything(result, ids), leaves)])
         if function is linear_log_probs:
             assert result.log_probs.dtype == result.entropy.dtype == torch.float32
             assert all(leaf.grad is None for leaf in leaves)
@@ -173,13 +101,13 @@ def test_float32_gradients_are_within_twice_the_rounding_of_the_reference() -> N
     ids = torch.randint(900, (64, 8), generator=generator)
     gradients = []
     for function, precision in (
-        (_naive, torch.float64),
-        (_naive, torch.float32),
+        (naive, torch.float64),
+        (naive, torch.float32),
         (linear_log_probs, torch.float32),
     ):
         leaves = [x.to(precision).requires_grad_() for x in (hidden, weight)]
         result = function(*leaves, ids, top_k=16)  # type: ignore[operator]
-        gradients.append([g.double() for g in torch.autograd.grad(_loss(result, ids), leaves)])
+        gradients.append([g.double() for g in torch.autograd.grad(use_everything(result, ids), leaves)])
     for exact, reference, ours in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 2 * (reference - exact).norm()
 
@@ -205,7 +133,7 @@ def test_tied_bfloat16_logits_are_ranked_by_lowest_id() -> None:
 
 
 def test_top_k_never_exceeds_the_vocabulary_that_can_be_sampled() -> None:
-    hidden, weight, _, ids = _inputs(largest_id=5)
+    hidden, weight, _, ids = make_inputs(largest_id=5)
     result = linear_log_probs(hidden, weight, ids, top_k=50, vocabulary_size=5)
     assert result.top_ids is not None
     assert result.top_ids.shape == (N, 5)
@@ -214,29 +142,29 @@ def test_top_k_never_exceeds_the_vocabulary_that_can_be_sampled() -> None:
 
 
 def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
-    hidden, weight, bias, ids = _inputs()
+    hidden, weight, bias, ids = make_inputs()
     gradients = []
     for frozen in (False, True):
         leaf = hidden.clone().requires_grad_()
         head = weight.clone().requires_grad_(not frozen)
         result = linear_log_probs(leaf, head, ids, bias=bias, top_k=4)
-        _loss(result, ids).backward()
+        use_everything(result, ids).backward()
         gradients.append(leaf.grad)
         assert (head.grad is None) == frozen
     assert torch.equal(gradients[0], gradients[1])
 
 
 def test_frozen_hidden_states_let_the_head_learn_alone() -> None:
-    hidden, weight, _, ids = _inputs()
+    hidden, weight, _, ids = make_inputs()
     head = weight.clone().requires_grad_()
-    _loss(linear_log_probs(hidden, head, ids, top_k=2), ids).backward()
+    use_everything(linear_log_probs(hidden, head, ids, top_k=2), ids).backward()
     naive_head = weight.clone().requires_grad_()
-    _loss(_naive(hidden, naive_head, ids, top_k=2), ids).backward()
+    use_everything(naive(hidden, naive_head, ids, top_k=2), ids).backward()
     torch.testing.assert_close(head.grad, naive_head.grad, rtol=1e-9, atol=1e-11)
 
 
 def test_padded_rows_of_the_head_never_receive_gradient() -> None:
-    hidden, weight, bias, ids = _inputs(largest_id=30)
+    hidden, weight, bias, ids = make_inputs(largest_id=30)
     ids[0, 0] = 35  # padding: impossible, whatever the weights
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     result = linear_log_probs(leaves[0], leaves[1], ids, bias=leaves[2], vocabulary_size=30)
@@ -247,7 +175,7 @@ def test_padded_rows_of_the_head_never_receive_gradient() -> None:
 
 
 def test_autocast_does_not_lower_the_precision() -> None:
-    hidden, weight, bias, ids = _inputs(torch.float32)
+    hidden, weight, bias, ids = make_inputs(torch.float32)
     plain = linear_log_probs(hidden, weight, ids, bias=bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = linear_log_probs(hidden, weight, ids, bias=bias)
@@ -267,16 +195,16 @@ def test_nothing_of_the_size_of_the_logits_is_ever_held(monkeypatch: pytest.Monk
         return logits
 
     monkeypatch.setattr(head.Head, "logits", spy)
-    hidden, weight, _, ids = _inputs()
+    hidden, weight, _, ids = make_inputs()
     result = linear_log_probs(hidden.requires_grad_(), weight.requires_grad_(), ids, top_k=3)
-    _loss(result, ids).backward()
+    use_everything(result, ids).backward()
     assert max(seen) <= 300 < N * V
     # 13 tokens forward; backward leaves out the one row without gradient.
     assert sum(seen) == (N + N - 1) * V
 
 
 def test_rows_without_gradient_cost_nothing_and_change_nothing() -> None:
-    hidden, weight, _, ids = _inputs()
+    hidden, weight, _, ids = make_inputs()
     leaf = hidden.clone().requires_grad_()
     linear_log_probs(leaf, weight, ids.clamp_min(0)).log_probs[4].sum().backward()
     assert leaf.grad is not None
@@ -287,19 +215,21 @@ def test_rows_without_gradient_cost_nothing_and_change_nothing() -> None:
 def test_the_path_that_never_asks_which_rows_have_gradient_equals_the_one_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hidden, weight, _, ids = _inputs()
+    hidden, weight, _, ids = make_inputs()
     gradients = []
     for ask in (True, False):
         monkeypatch.setattr(linear, "may_ask", lambda tensor, ask=ask: ask)
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        gradients.append(torch.autograd.grad(_loss(linear_log_probs(*leaves, ids, top_k=3), ids), leaves))
+        gradients.append(
+            torch.autograd.grad(use_everything(linear_log_probs(*leaves, ids, top_k=3), ids), leaves)
+        )
     for asked, unasked in zip(*gradients, strict=True):
         torch.testing.assert_close(unasked, asked, rtol=1e-12, atol=1e-13)
 
 
 def test_sharded_weights_are_at_hand_in_forward_and_backward() -> None:
     """A head that is empty at rest, as under ZeRO-3, is used only inside its context."""
-    hidden, whole, _, ids = _inputs()
+    hidden, whole, _, ids = make_inputs()
     entered: list[str] = []
     weight = whole.clone().requires_grad_(False)
     at_rest = weight.data.new_empty(0)
@@ -324,7 +254,7 @@ def test_sharded_weights_are_at_hand_in_forward_and_backward() -> None:
 
 
 def test_no_tokens_give_empty_results_with_a_gradient() -> None:
-    hidden, weight, _, ids = _inputs()
+    hidden, weight, _, ids = make_inputs()
     weight.requires_grad_()
     result = linear_log_probs(hidden[:0].requires_grad_(), weight, ids[:0], top_k=3)
     assert result.log_probs.shape == (0, 4)
@@ -335,10 +265,10 @@ def test_no_tokens_give_empty_results_with_a_gradient() -> None:
 
 
 def test_no_ids_still_give_entropy_and_top_k() -> None:
-    hidden, weight, _, _ = _inputs()
+    hidden, weight, _, _ = make_inputs()
     ids = torch.empty(N, 0, dtype=torch.long)
     result = linear_log_probs(hidden, weight, ids, top_k=2)
-    expected = _naive(hidden, weight, ids, top_k=2)
+    expected = naive(hidden, weight, ids, top_k=2)
     assert result.log_probs.shape == (N, 0)
     torch.testing.assert_close(result.top_log_probs, expected.top_log_probs)
     torch.testing.assert_close(result.entropy, expected.entropy)
@@ -363,7 +293,7 @@ def test_no_ids_still_give_entropy_and_top_k() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_value(change: dict[str, Any], message: str) -> None:
-    hidden, weight, _, ids = _inputs(torch.float32)
+    hidden, weight, _, ids = make_inputs(torch.float32)
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "ids": ids} | change
     with pytest.raises(InvalidInputError, match=message):
         linear_log_probs(**arguments)

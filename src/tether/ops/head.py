@@ -30,7 +30,10 @@ class Head:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
-        logits = raw_logits(hidden, weight, buffer)
+        return self.transform_(raw_logits(hidden, weight, buffer), bias)
+
+    def transform_(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Turn the head's raw output into logits, in place."""
         if bias is not None:
             logits += bias.to(logits.dtype)
         if self.softcap is not None:

@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tether.ops import rows as plain_rows
 from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
-from tether.ops.rows import Reduced, Upstream, gather_upstream, gradient_block, reduce_block
+from tether.ops.rows import Reduced, Upstream, gather_upstream
+from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
 
 # Logits held at a time, in elements: 64 MiB of float32. The backward pass turns them into their
 # gradient in place.
 _WORKSPACE_ELEMENTS = 1 << 24
+# Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
+_ACCELERATOR_ROWS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ def linear_log_probs(
     softcap: float | None = None,
     vocabulary_size: int | None = None,
     weights_at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backend: Backend = "auto",
 ) -> LinearLogProbs:
     """Log-probabilities of a language model at a few ids a token, without the logits in memory.
 
@@ -62,9 +68,11 @@ def linear_log_probs(
         logits = softcap * tanh(logit_scale * raw / softcap) / temperature     # softcap optional
         log_probs = logits.log_softmax(-1).gather(-1, ids)
 
-    Memory beyond inputs, outputs and gradients, in elements of at least float32: 2^24 logits (or one row
-    of them) and, on a CPU, a few blocks that fit its cache; an accelerator needs up to five times the
-    logits. A half-precision head is widened 4096 rows at a time, and its gradient summed in float32.
+    Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them) and
+    a few blocks that fit its cache. An accelerator holds the logits of 1024 tokens (of more if 2^24 are
+    more): with the Triton kernels, their gradient beside them if it is in half precision; without, up to
+    five times as much. A half-precision head is widened 4096 rows at a time, or not at all where the
+    accelerator multiplies it as it is; its gradient is summed in float32.
 
     Gradients flow to `hidden`, `weight` and `bias` from everything but `top_ids`;
     a frozen head costs nothing in the backward pass, nor do rows without incoming gradient.
@@ -81,10 +89,14 @@ def linear_log_probs(
         vocabulary_size: rows of `weight` from here on are padding and can never be sampled.
         weights_at_hand: context entered around each use of the weights, forward and backward, for
             heads that are sharded at rest (DeepSpeed ZeRO-3).
+        backend: "triton" for the kernels, "torch" for the plain path, "auto" for the kernels on a CUDA
+            device where Triton is installed. The results differ by rounding alone; if hidden states and
+            head are both in half precision, the kernels hand the logits' gradient to the library in it.
 
     Raises:
-        InvalidInputError: shapes that do not fit, an id outside the vocabulary, or a setting that is
-            not positive.
+        InvalidInputError: shapes that do not fit, an id outside the vocabulary, a setting that is
+            not positive, or a backend that cannot run here.
+        MissingDependencyError: backend="triton" without the package.
 
     Example:
         >>> import torch
@@ -98,7 +110,7 @@ def linear_log_probs(
     """
     check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
-    found = evaluate(hidden, weight, bias, ids, top_k, head)
+    found = evaluate(hidden, weight, bias, ids, top_k, head, backend)
     return LinearLogProbs(
         log_probs=found.log_probs,
         log_sum_exp=found.largest + found.log_total,
@@ -109,17 +121,40 @@ def linear_log_probs(
 
 
 def evaluate(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int | None, head: Head
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    top_k: int | None,
+    head: Head,
+    backend: Backend,
 ) -> Reduced:
     """`linear_log_probs` without the checks, in the parts that the shards of a head are merged from."""
+    kernels = _kernels(backend, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head))
+        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head, kernels))
+
+
+def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
+    """What reduces rows of logits and gives their gradient: two modules with the same two functions."""
+    if not use_triton(backend, hidden):
+        return plain_rows
+    from tether.ops import rows_triton
+
+    return rows_triton
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        top_k: int,
+        head: Head,
+        kernels: ModuleType,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with head.weights_at_hand():
@@ -127,21 +162,18 @@ class _LinearLogProbs(torch.autograd.Function):
             top_k = min(top_k, head.vocabulary_size or vocabulary)
             found = _empty_results(hidden, ids, top_k)
             buffer = _workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
-            for block in _token_blocks(hidden.shape[0], vocabulary):
-                reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
+            for block in _token_blocks(hidden, vocabulary):
+                kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
-        ctx.save_for_backward(
-            hidden, weight, bias, log_sum, found.entropy,
-            ids, found.log_probs, found.top_ids, found.top_log_probs,
-        )  # fmt: skip
-        ctx.head = head
+        ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
+        ctx.head, ctx.kernels = head, kernels
         ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits)
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, log_sum, entropy, ids, log_probs, top_ids, top_log_probs = ctx.saved_tensors
+        hidden, weight, bias, ids, top_ids, log_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _ = grads
         upstream = gather_upstream(
@@ -149,8 +181,8 @@ class _LinearLogProbs(torch.autograd.Function):
             entropy,
             grad_log_total,
             grad_entropy,
-            (ids, log_probs, grad_log_probs),
-            (top_ids, top_log_probs, grad_top),
+            (ids, grad_log_probs),
+            (top_ids, grad_top),
         )
         rows = _rows_with_gradient(upstream)
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
@@ -159,9 +191,11 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
             count = hidden.shape[0] if rows is None else rows.shape[0]
             buffer = _workspace(hidden, weight.shape[0], count, log_sum.dtype)
-            for block in _row_blocks(rows, hidden.shape[0], weight.shape[0]):
+            for block in _row_blocks(rows, hidden, weight.shape[0]):
                 block_hidden = hidden[block]
-                grad = gradient_block(ctx.head, block_hidden, weight, bias, buffer, upstream.at(block))
+                grad = ctx.kernels.gradient_block(
+                    ctx.head, block_hidden, weight, bias, buffer, upstream.at(block)
+                )
                 if grad_hidden is not None:
                     grad_hidden[block] = times_weight(grad, weight, log_sum.dtype)
                 if grad_weight is not None:
@@ -172,7 +206,7 @@ class _LinearLogProbs(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip
 
 
@@ -199,23 +233,27 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
     touched = upstream.total != 0
     if upstream.grad_entropy is not None:
         touched |= upstream.grad_entropy != 0
-    for _, _, grad in upstream.gathered:
+    for _, grad in upstream.gathered:
         touched |= (grad != 0).any(-1)
     return touched.nonzero().squeeze(-1)
 
 
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
-    rows = min(tokens, max(1, _WORKSPACE_ELEMENTS // vocabulary))
-    return hidden.new_empty((rows, vocabulary), dtype=dtype)
+    return hidden.new_empty((min(tokens, _tokens_at_a_time(hidden, vocabulary)), vocabulary), dtype=dtype)
 
 
-def _token_blocks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _WORKSPACE_ELEMENTS // vocabulary)
-    return (slice(start, start + size) for start in range(0, tokens, size))
+def _tokens_at_a_time(hidden: Tensor, vocabulary: int) -> int:
+    tokens = max(1, _WORKSPACE_ELEMENTS // vocabulary)
+    return tokens if may_ask(hidden) else max(tokens, _ACCELERATOR_ROWS)
 
 
-def _row_blocks(rows: Tensor | None, tokens: int, vocabulary: int) -> Iterator[Any]:
+def _token_blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+    tokens, size = hidden.shape[0], _tokens_at_a_time(hidden, vocabulary)
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def _row_blocks(rows: Tensor | None, hidden: Tensor, vocabulary: int) -> Iterator[Any]:
     if rows is None:
-        return _token_blocks(tokens, vocabulary)
-    return iter(rows.split(max(1, _WORKSPACE_ELEMENTS // vocabulary))) if rows.numel() else iter(())
+        return _token_blocks(hidden, vocabulary)
+    return iter(rows.split(_tokens_at_a_time(hidden, vocabulary))) if rows.numel() else iter(())

@@ -45,8 +45,8 @@ class Upstream(NamedTuple):
     total: Tensor
     """How much of the row's probabilities the gradient takes away, [n]."""
     grad_entropy: Tensor | None
-    gathered: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    """Ids, their log-probabilities, and the gradient that arrived for them, zero at empty slots."""
+    gathered: tuple[tuple[Tensor, Tensor], ...]
+    """Ids and the gradient that arrived for them, zero at empty slots."""
 
     def at(self, rows: Any) -> Upstream:
         return Upstream(
@@ -54,7 +54,7 @@ class Upstream(NamedTuple):
             self.entropy[rows],
             self.total[rows],
             _at(self.grad_entropy, rows),
-            tuple((ids[rows], log_probs[rows], grad[rows]) for ids, log_probs, grad in self.gathered),
+            tuple((ids[rows], grad[rows]) for ids, grad in self.gathered),
         )
 
 
@@ -63,16 +63,16 @@ def gather_upstream(
     entropy: Tensor,
     grad_log_total: Tensor | None,
     grad_entropy: Tensor | None,
-    *gathered: tuple[Tensor, Tensor, Tensor | None],
+    *gathered: tuple[Tensor, Tensor | None],
 ) -> Upstream:
     """Everything that arrived, with what was sent to empty slots taken out."""
     kept = tuple(
-        (ids, log_probs, torch.where(ids == EMPTY, 0.0, grad))
-        for ids, log_probs, grad in gathered
+        (ids, torch.where(ids == EMPTY, 0.0, grad))
+        for ids, grad in gathered
         if grad is not None and ids.shape[-1] > 0
     )
     total = torch.zeros_like(log_sum)
-    for _, _, grad in kept:
+    for _, grad in kept:
         total += grad.sum(-1)
     if grad_log_total is not None:
         total -= grad_log_total
@@ -115,7 +115,7 @@ def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
         grad = log_probs.clamp_min_(-1e4).add_(upstream.entropy[:, None])
         grad.mul_(upstream.grad_entropy[:, None]).add_(upstream.total[:, None])
         grad.mul_(probs).neg_()
-    for ids, _, arrived in upstream.gathered:
+    for ids, arrived in upstream.gathered:
         grad.scatter_add_(-1, ids.clamp_min(0).long(), arrived)
 
 
