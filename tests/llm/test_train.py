@@ -2,94 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from short_run import SETTINGS, assert_same_run, config, record, start, steps_logged, wait_until
 
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.experiments import RunFolder
-from tether.llm.config import CompareConfig, TrainConfig
+from tether.llm.config import CompareConfig
 from tether.llm.train import train
-
-SETTINGS = {
-    "task": "arithmetic",
-    "steps": 16,
-    "updates_per_rollout": 4,
-    "prompts_per_rollout": 4,
-    "responses_per_prompt": 4,
-    "eval_every": 8,
-    "eval_problems": 12,
-    "save_every": 4,
-    "learning_rate": 1e-3,
-    "threads": 1,
-    "device": "cpu",
-}
-
-
-def config(output: Path, **changes: object) -> TrainConfig:
-    return TrainConfig(output=output, **{**SETTINGS, **changes})
-
-
-def command(output: Path, *more: str) -> list[str]:
-    options = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "tether", "llm", "train", "--output", str(output), *options, *more]
-
-
-def start(output: Path, *more: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(output, *more), stdout=subprocess.DEVNULL, env=environment)
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "the run ended before it could be interrupted"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def steps_logged(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
-def record(folder: Path) -> dict[str, object]:
-    """Everything a run wrote that should not depend on the clock."""
-
-    def lines(path: Path) -> list[dict[str, object]]:
-        timeless = ("time_s", "step_seconds")
-        return [
-            {name: value for name, value in json.loads(line).items() if name not in timeless}
-            for line in path.read_text().splitlines()
-        ]
-
-    return {
-        "metrics": lines(folder / "metrics.jsonl"),
-        "eval": lines(folder / "eval.jsonl"),
-        "samples": {path.name: lines(path) for path in sorted((folder / "samples").iterdir())},
-    }
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train(config(folder))
-    return folder
-
-
-def assert_same_run(folder: Path, reference: Path) -> None:
-    assert record(folder) == record(reference)
-    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, reference))
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def test_a_run_records_every_step_and_evaluation(uninterrupted):
@@ -119,13 +46,32 @@ def test_samples_carry_every_token_with_its_divergence(uninterrupted):
         assert (text.removesuffix("<eos>") == row["reference"]) == (row["reward"] == 1.0)
 
 
-def test_kill_9_and_resume_gives_the_uninterrupted_run(tmp_path, uninterrupted):
+def test_two_kills_and_resumes_give_the_uninterrupted_run(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    process = start(folder)
-    wait_until(lambda: steps_logged(folder) >= 6, process)
-    process.kill()
-    process.wait()
-    assert not (folder / "FINISHED").exists()
+    for more, steps in (((), 6), (("--resume",), 11)):
+        process = start(folder, *more)
+        wait_until(lambda steps=steps: steps_logged(folder) >= steps, process)
+        process.kill()
+        process.wait()
+        assert not (folder / "FINISHED").exists()
+    train(config(folder, resume=True))
+    assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_and_resumes_give_the_uninterrupted_run(tmp_path, uninterrupted):
+    """From before the folder exists to after the last checkpoint: whatever a kill hits, nothing is lost."""
+    folder, chance = tmp_path / "run", random.Random(0)
+    began = time.monotonic()
+    undisturbed = start(tmp_path / "measured")
+    assert undisturbed.wait() == 0
+    duration = time.monotonic() - began
+    for _ in range(20):
+        process = start(folder, "--resume")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=chance.uniform(0.3, 1.0) * duration)
+        process.kill()
+        process.wait()
     train(config(folder, resume=True))
     assert_same_run(folder, uninterrupted)
 
