@@ -5,7 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint clean
+# verl cannot share an environment with TRL 1.16, and needs Python 3.11 or 3.12.
+VERL_VENV := .venv-verl
+VERL_BIN  := $(VERL_VENV)/bin
+VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600"
+
+.PHONY: help train test test-verl test-verl-ray test-slow lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,6 +30,17 @@ $(VENV)/.test: $(VENV)/.train
 	$(PIP) --editable ".[llm,episodic,dev]"
 	@touch $@
 
+$(VERL_VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "verl needs Python 3.11 or 3.12; found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VERL_VENV)
+	@touch $@
+
+$(VERL_VENV)/.test: $(VERL_VENV)/.created pyproject.toml constraints-verl.txt
+	@echo "Installing verl and what its tests need into $(VERL_VENV) (once) ..."
+	$(VERL_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-verl.txt \
+	  --editable ".[verl]" pytest pytest-timeout hypothesis
+	@touch $@
+
 train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip, end in a report
 	$(BIN)/tether llm compare --config recipes/quickstart.yaml
 
@@ -37,9 +53,16 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 # One thread a process: two processes share the cores.
 test: lint  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	@$(MAKE) --no-print-directory test-verl
+
+test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
+	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
+
+test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
+	$(VERL_PYTEST) -m slow tests/verl
 
 test-slow: $(VENV)/.test  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m slow
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

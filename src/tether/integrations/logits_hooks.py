@@ -1,0 +1,240 @@
+"""TROLL for engines whose custom loss is handed the logits of a batch.
+
+Two functions that take the response tokens as one flat list of rows, which is what such engines have
+(packed sequences, sequence-parallel slices, tensor-parallel columns):
+
+- `record_old_policy` in the pass that scores the rollouts, before the first update;
+- `project_on_old_policy` in every update.
+
+`tether.integrations.verl` is built on them; `docs/other_engines.md` shows them in other engines' hooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.losses import ProjectedTokens, project_tokens
+from tether.losses.tokens import read_tokens
+from tether.ops.logits import VocabularyShard, logits_log_probs, logits_top_ids
+from tether.projection import SparseLogProbs
+
+Support = Literal["bucket", "paper"]
+
+
+@dataclass(frozen=True)
+class LogitsProjection:
+    """What `project_on_old_policy` returns, a value for each of the N tokens."""
+
+    log_probs: Tensor
+    """Exact, of the sampled tokens under the network as it is, [N]; differentiable."""
+    tokens: ProjectedTokens
+    """The same under the projected policy, the regression and what to watch, all [1, N]."""
+
+
+def record_old_policy(
+    logits: Tensor,
+    sampled_ids: Tensor,
+    *,
+    top_k: int = 64,
+    mass: float = 1 - 1e-5,
+    rows: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+) -> SparseLogProbs:
+    """Keep what the trust region needs of the policy that gathered the data.
+
+    Args:
+        logits: [M, V], divided by the sampling temperature; with `shard` this process's columns.
+        sampled_ids: the token that was sampled from each row, [N] integer.
+        top_k, mass: keep this many of the most likely ids, or fewer once they hold so much probability.
+            The sampled token is always kept.
+        rows: which rows of the logits predict the N tokens, [N]; all of them if not given.
+        shard: for a vocabulary that is split over processes.
+
+    Returns:
+        A distribution a token, [N, K + 1] float32, without gradient.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, an impossible `top_k` or `mass`, or NaN among the logits.
+
+    Source: TROLL (arXiv 2510.03817, section 4); the exact tail mass is ours.
+
+    Example:
+        >>> import torch
+        >>> old = record_old_policy(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([3]), top_k=2)
+        >>> old.ids.tolist(), round(old.log_tail.exp().item(), 3)
+        ([[0, 1, 3]], 0.087)
+    """
+    with torch.no_grad():
+        top = logits_top_ids(logits, top_k, rows=rows, shard=shard)
+        return _sparse(logits, sampled_ids, top, mass, rows, shard)[1]
+
+
+def project_on_old_policy(
+    logits: Tensor,
+    sampled_ids: Tensor,
+    old: SparseLogProbs,
+    *,
+    kl_bound: float = 0.05,
+    support: Support = "bucket",
+    mass: float = 1 - 1e-5,
+    rows: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+    sequence_lengths: Tensor | None = None,
+) -> LogitsProjection:
+    """Project each token's new distribution onto the KL ball around the old one.
+
+    The gradient flows into `logits`, which are neither copied nor widened to float32 as a whole.
+
+    Args:
+        logits, sampled_ids, rows, shard: as in `record_old_policy`, of the network being trained.
+        old: what `record_old_policy` returned for the same N tokens.
+        kl_bound: in nats a token; `math.inf` switches the trust region off.
+        support: what stands for ids outside the old support: "bucket", one outcome with their exact
+            mass; or "paper", the TROLL paper's fixed probability on the union of both policies' ids.
+        mass: with "paper" only, the share of probability kept of the new policy.
+        sequence_lengths: bound the mean divergence over each sequence instead of each token's: how many of
+            the N tokens, which lie one after the other, belong to each sequence, [B] integer.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, lengths that do not add up to N, or what the
+            projection refuses.
+
+    Source: TROLL (arXiv 2510.03817, eq. 5-7).
+
+    Example:
+        >>> import torch
+        >>> old = record_old_policy(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0]), top_k=2)
+        >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], requires_grad=True)
+        >>> result = project_on_old_policy(logits, torch.tensor([0]), old, kl_bound=0.05)
+        >>> bool(result.tokens.projected), round(result.tokens.kl.item(), 2)
+        (True, 1.58)
+    """
+    if support not in ("bucket", "paper"):
+        raise InvalidInputError(f'support must be "bucket" or "paper", got {support!r}.')
+    if old.ids.shape[0] != sampled_ids.shape[0]:
+        raise InvalidInputError(
+            f"old holds {old.ids.shape[0]} tokens and sampled_ids {sampled_ids.shape[0]}. Both must be those "
+            "of the same batch, in the same order."
+        )
+    if support == "paper":
+        top = logits_top_ids(logits, max(1, old.ids.shape[-1] - 1), rows=rows, shard=shard)
+        log_probs, new = _sparse(logits, sampled_ids, top, mass, rows, shard)
+    else:
+        wanted = torch.cat((sampled_ids[:, None], old.ids.to(sampled_ids.dtype)), -1)
+        found = logits_log_probs(logits, wanted, rows=rows, shard=shard)
+        log_probs = found[:, 0]
+        new = SparseLogProbs.from_log_probs(
+            wanted[:, 1:], found[:, 1:], vocabulary_size=_vocabulary(logits, shard)
+        )
+        old = SparseLogProbs(wanted[:, 1:], old.log_probs, old.log_tail)
+    layout = _Layout(sampled_ids.shape[0], sequence_lengths, sampled_ids.device)
+    tokens = project_tokens(
+        layout.pad(log_probs),
+        layout.pad(old.log_prob_of(sampled_ids)),
+        layout.mask,
+        layout.pad(sampled_ids),
+        layout.pad_distribution(new),
+        layout.pad_distribution(old),
+        kl_bound=kl_bound,
+        tail=support,
+        region="token" if sequence_lengths is None else "sequence",
+    )
+    return LogitsProjection(log_probs, layout.flatten(tokens))
+
+
+def troll_token_losses(
+    projection: LogitsProjection, advantages: Tensor, *, alpha: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """TROLL's loss of each token, for engines that aggregate themselves, and what to watch.
+
+    Equals the summands of ``tether.losses.troll``: -π(o)/q(o) A + alpha KL(p ‖ sg[π]).
+
+    Args:
+        projection: from `project_on_old_policy`.
+        advantages: of the same N tokens, [N].
+        alpha: weight of the regression, not negative.
+
+    Returns:
+        Losses [N], differentiable, and the metrics of `tether.losses.troll` except `entropy`.
+
+    Raises:
+        InvalidInputError: advantages of another shape, or a negative alpha.
+
+    Example:
+        >>> import torch
+        >>> logits, ids = torch.tensor([[2.0, 1.0, 0.0]], requires_grad=True), torch.tensor([0])
+        >>> projection = project_on_old_policy(logits, ids, record_old_policy(logits, ids))
+        >>> losses, metrics = troll_token_losses(projection, torch.tensor([2.0]))
+        >>> losses.tolist(), metrics["kl_max"].item()
+        ([-2.0], 0.0)
+    """
+    if advantages.shape != projection.log_probs.shape:
+        raise InvalidInputError(
+            f"advantages must be {tuple(projection.log_probs.shape)}, one a token, "
+            f"got {tuple(advantages.shape)}."
+        )
+    if not alpha >= 0:
+        raise InvalidInputError(f"alpha must not be negative, got {alpha!r}.")
+    projected = projection.tokens
+    mask = torch.ones_like(projected.log_probs)
+    tokens = read_tokens(projected.log_probs, projected.old_log_probs, advantages[None], mask)
+    losses = -tokens.ratio * tokens.advantages + alpha * projected.regression
+    return losses[0], projected.metrics(mask) | tokens.metrics(tokens.ratio)
+
+
+def _sparse(
+    logits: Tensor,
+    sampled_ids: Tensor,
+    top: Tensor,
+    mass: float,
+    rows: Tensor | None,
+    shard: VocabularyShard | None,
+) -> tuple[Tensor, SparseLogProbs]:
+    """Log-probabilities of the sampled tokens, and the distributions on the most likely ids and those."""
+    wanted = torch.cat((sampled_ids[:, None].long(), top), -1)
+    found = logits_log_probs(logits, wanted, rows=rows, shard=shard)
+    support = SparseLogProbs.from_top_k(
+        top, found[:, 1:], wanted[:, 0], found[:, 0], mass=mass, vocabulary_size=_vocabulary(logits, shard)
+    )
+    return found[:, 0], support
+
+
+def _vocabulary(logits: Tensor, shard: VocabularyShard | None) -> int:
+    return logits.shape[-1] if shard is None else shard.vocabulary_size
+
+
+class _Layout:
+    """Between the flat list of tokens and the [B, T] of the projection: one long row, or a row a sequence."""
+
+    def __init__(self, count: int, lengths: Tensor | None, device: torch.device) -> None:
+        if lengths is None:
+            self.mask = torch.ones((1, count), dtype=torch.bool, device=device)
+            return
+        if lengths.dim() != 1 or int(lengths.sum()) != count:
+            raise InvalidInputError(
+                f"sequence_lengths must be [B] and add up to the {count} tokens, got {tuple(lengths.shape)} "
+                f"with sum {int(lengths.sum())}."
+            )
+        longest = int(lengths.max()) if lengths.numel() else 0
+        self.mask = torch.arange(longest, device=device) < lengths.to(device)[:, None]
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[N, ...] to [B, T, ...], zeros where there is no token."""
+        if self.mask.shape[0] == 1 and self.mask.shape[1] == rows.shape[0]:
+            return rows[None]
+        padded = rows.new_zeros((*self.mask.shape, *rows.shape[1:]))
+        return padded.masked_scatter(self.mask.view(*self.mask.shape, *[1] * (rows.dim() - 1)), rows)
+
+    def pad_distribution(self, distribution: SparseLogProbs) -> SparseLogProbs:
+        return SparseLogProbs(
+            self.pad(distribution.ids), self.pad(distribution.log_probs), self.pad(distribution.log_tail)
+        )
+
+    def flatten(self, tokens: ProjectedTokens) -> ProjectedTokens:
+        """Every [B, T] of the result as [1, N]."""
+        return ProjectedTokens(**{name: value[self.mask][None] for name, value in vars(tokens).items()})

@@ -1,0 +1,157 @@
+"""verl's training engines with TROLL in them: found by `model.model_type`, otherwise what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+)
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from tether.errors import ConfigError
+from tether.integrations.verl import carrier
+from tether.integrations.verl.layout import refuse_padded_batch
+from tether.integrations.verl.losses import (
+    Partition,
+    RecordOldPolicy,
+    TROLLLoss,
+    refuse_missing_old_policy,
+)
+from tether.integrations.verl.settings import (
+    LOSS_MODE,
+    MODEL_TYPE,
+    TROLLPolicyLossConfig,
+    same_settings,
+    take_pending_settings,
+)
+
+_OPEN_SEAM = {"distillation_use_topk": True, "distillation_only": True}
+
+
+class TROLLEngineMixin:
+    """Put before one of verl's language-model engines: records the old policy and projects on it.
+
+    Two methods of the engine are overridden, each around a call of the original. Anything that is not
+    TROLL's (another loss mode, the reference policy, scoring with a loss) passes through.
+    """
+
+    engine_config: Any
+    #: Where the settings of this engine are in verl's configuration, for messages.
+    config_key = "actor_rollout_ref.actor.fsdp_config"
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        # verl found this class by the name; what it builds is an ordinary language model.
+        model_config.model_type = "language_model"
+        super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
+        self._reference_pass = False
+        self._settings: TROLLPolicyLossConfig | None = None
+        if not engine_config.forward_only:
+            settings = take_pending_settings()
+            if settings is not None and settings.loss_mode == LOSS_MODE:
+                self._settings = settings
+                _refuse_settings(engine_config, self.config_key)
+
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        """One optimiser step; with TROLL's loss on the projected policy."""
+        if not _asks_for_troll(loss_function):
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
+        return super().train_batch(data, self._projecting(data, loss_function))  # type: ignore[misc]
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
+        """Score a batch; if it is fresh, keep the policy's distributions beside the log-probabilities."""
+        if loss_function is not None and _asks_for_troll(loss_function):
+            loss_function = self._projecting(data, loss_function)
+        elif loss_function is None and self._records(data):
+            assert self._settings is not None
+            refuse_padded_batch(data)
+            tu.assign_non_tensor(data, **_OPEN_SEAM)
+            loss_function = RecordOldPolicy(self._settings, self._partition())
+        return super().infer_batch(data, loss_function)  # type: ignore[misc]
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        with super().disable_adapter():  # type: ignore[misc]
+            self._reference_pass = True
+            try:
+                yield
+            finally:
+                self._reference_pass = False
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Without its LoRA adapter the actor is the reference policy, of which nothing is recorded."""
+        return self._reference()
+
+    def _records(self, data: TensorDict) -> bool:
+        """Whether this is the pass that scores fresh rollouts with the policy that made them."""
+        return self._settings is not None and not self._reference_pass and carrier.IDS not in data.keys()  # noqa: SIM118
+
+    def _projecting(self, data: TensorDict, loss_function: Callable[..., Any]) -> TROLLLoss:
+        settings = loss_function.keywords["config"].policy_loss  # type: ignore[attr-defined]
+        if self._settings is None or not same_settings(settings, self._settings):
+            raise ConfigError(
+                "The loss asks for TROLL with other settings than this engine was built with. Set "
+                "actor_rollout_ref.actor.policy_loss._target_="
+                "tether.integrations.verl.TROLLPolicyLossConfig, and make the actor's configuration before "
+                "the actor."
+            )
+        refuse_missing_old_policy(data)
+        tu.assign_non_tensor(data, **_OPEN_SEAM)
+        return TROLLLoss(loss_function, settings, self._partition())
+
+    def _partition(self) -> Partition:
+        raise NotImplementedError
+
+
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
+class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
+    """verl's FSDP engine (both versions) with TROLL. Ulysses sequence parallelism is experimental."""
+
+    def _partition(self) -> Partition:
+        return Partition(sequence=_ulysses_shard, vocabulary=lambda columns: None)
+
+
+def _ulysses_shard() -> tuple[int, int]:
+    size = get_ulysses_sequence_parallel_world_size()
+    return (get_ulysses_sequence_parallel_rank() if size > 1 else 0), size
+
+
+def _asks_for_troll(loss_function: Callable[..., Any]) -> bool:
+    """Whether this is verl's actor loss with TROLL's policy loss in it."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    policy_loss = getattr(config, "policy_loss", None)
+    if policy_loss is None or policy_loss.get("loss_mode") != LOSS_MODE:
+        return False
+    assert isinstance(loss_function, partial)
+    if loss_function.func is not ppo_loss:
+        _refuse_distillation()
+    return True
+
+
+def _refuse_distillation() -> None:
+    raise ConfigError(
+        "TROLL and top-K distillation use the same hook of verl's engine, one at a time. Set "
+        "distillation.enabled=False, or a policy_loss.loss_mode other than troll."
+    )
+
+
+def _refuse_settings(engine_config: Any, key: str) -> None:
+    """Refuse what would keep the logits from the projection."""
+    if engine_config.use_fused_kernels:
+        raise ConfigError(
+            "actor_rollout_ref.model.use_fused_kernels=True computes the sampled tokens' log-probabilities "
+            "without logits, and the projection reads logits. Set it to False."
+        )
+    if engine_config.pad_to_length:
+        raise ConfigError(
+            f"{key}.pad_to_length=True pads the packed sequence, which verl's logits hook does not support. "
+            "Set it to False."
+        )

@@ -1,0 +1,289 @@
+"""What the engine calls in place of verl's loss: once with the logits, once with everything else.
+
+verl made this seam for distillation: with `distillation_use_topk` in the batch its engine first hands
+the temperature-scaled logits of a micro-batch to the loss function and keeps what comes back, one value a
+position, as model outputs; then it calls the loss function again with these. `distillation_only` makes
+it leave the sampled tokens' log-probabilities to the first call, which computes them in float32 anyway.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.utils.padding import no_padding_2_padding
+
+from tether.errors import ConfigError
+from tether.integrations.logits_hooks import (
+    LogitsProjection,
+    VocabularyShard,
+    project_on_old_policy,
+    record_old_policy,
+)
+from tether.integrations.verl import carrier
+from tether.integrations.verl.layout import CountedTokens, counted_tokens, refuse_padded_batch, spread
+from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
+from tether.losses.base import masked_max, masked_mean, sequence_log_ratio
+from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
+from tether.projection import SparseLogProbs
+
+SequenceShard = Callable[[], tuple[int, int]]
+_LOG_PROBS = "log_probs"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the logits of a micro-batch are spread over processes."""
+
+    sequence: SequenceShard
+    """Rank and size of the group each sequence is cut over."""
+    vocabulary: Callable[[int], VocabularyShard | None]
+    """From the columns of this process's logits to the shard they are."""
+
+
+class RecordOldPolicy:
+    """Stands in for the loss in the pass that scores the rollouts, and keeps what it sees."""
+
+    def __init__(self, settings: TROLLPolicyLossConfig, partition: Partition) -> None:
+        self._settings = settings
+        self._partition = partition
+        self._recorded: SparseLogProbs | None = None
+
+    def __call__(
+        self,
+        model_output: dict[str, Any] | None = None,
+        data: Any = None,
+        dp_group: Any = None,
+        student_logits: Tensor | None = None,
+        data_format: str = "thd",
+    ) -> Any:
+        """First call: the sampled tokens' log-probabilities. Second: the four fields of `carrier`."""
+        if student_logits is not None:
+            return self._record(student_logits, data, data_format)
+        assert model_output is not None
+        recorded, self._recorded = self._recorded, None
+        assert recorded is not None
+        model_output.update(carrier.pack(recorded, data["response_mask"]))
+        return torch.zeros(()), {}
+
+    def _record(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
+        refuse_data_format(data_format)
+        rank, size = self._partition.sequence()
+        tokens = counted_tokens(data, logits.shape[1], (rank, size))
+        old = record_old_policy(
+            logits[0],
+            tokens.sampled_ids,
+            top_k=self._settings.troll_top_k,
+            mass=self._settings.troll_mass,
+            rows=tokens.rows,
+            shard=self._partition.vocabulary(logits.shape[-1]),
+        )
+        log_probs = old.log_prob_of(tokens.sampled_ids)
+        self._recorded = old if size == 1 else self._gather(old, tokens)
+        return {_LOG_PROBS: spread(log_probs, tokens.rows, logits.shape[1])}
+
+    def _gather(self, old: SparseLogProbs, tokens: CountedTokens) -> SparseLogProbs:
+        """The distributions of the whole micro-batch from the slices of all processes."""
+        from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+
+        group = get_ulysses_sequence_parallel_group()
+        total = int(tokens.per_sequence.sum())
+
+        def whole(values: Tensor) -> Tensor:
+            # Every token is on one process only, so that a sum puts each in its place.
+            places = values.new_zeros((total, *values.shape[1:])).index_copy(0, tokens.index, values)
+            torch.distributed.all_reduce(places, group=group)
+            return places
+
+        ids = whole(old.ids)
+        return SparseLogProbs(ids, whole(old.log_probs), whole(old.log_tail))
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What the second call needs of the projection; each travels as a model output of its own."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    regression: Tensor
+    kl: Tensor
+    projected: Tensor
+    tail_mass: Tensor
+
+    @classmethod
+    def of(cls, projection: LogitsProjection) -> _Outputs:
+        tokens, dtype = projection.tokens, projection.log_probs.dtype
+        return cls(**{field.name: getattr(tokens, field.name)[0].to(dtype) for field in fields(cls)})
+
+    @classmethod
+    def read(cls, model_output: dict[str, Any], data: TensorDict) -> _Outputs:
+        return cls(
+            **{f.name: no_padding_2_padding(model_output[f"troll_{f.name}"], data) for f in fields(cls)}
+        )
+
+
+#: Handed from `TROLLLoss` to the policy loss through verl's loss function between them.
+_outputs: contextvars.ContextVar[_Outputs | None] = contextvars.ContextVar("troll_outputs", default=None)
+
+
+class TROLLLoss:
+    """Wraps verl's `ppo_loss`: projects when called with logits, delegates when called for the loss.
+
+    Entropy bonus, reference penalty, aggregation and rollout weights stay verl's.
+    """
+
+    def __init__(
+        self, ppo_loss: Callable[..., Any], settings: TROLLPolicyLossConfig, partition: Partition
+    ) -> None:
+        self._ppo_loss = ppo_loss
+        self._settings = settings
+        self._partition = partition
+
+    def __call__(
+        self,
+        model_output: dict[str, Any] | None = None,
+        data: Any = None,
+        dp_group: Any = None,
+        student_logits: Tensor | None = None,
+        data_format: str = "thd",
+    ) -> Any:
+        """First call: what the projection says of each token. Second: the loss and its metrics."""
+        if student_logits is not None:
+            return self._project(student_logits, data, data_format)
+        assert model_output is not None
+        outputs = _Outputs.read(model_output, data)
+        token = _outputs.set(outputs)
+        try:
+            loss, metrics = self._ppo_loss(model_output=model_output, data=data, dp_group=dp_group)
+        finally:
+            _outputs.reset(token)
+        return loss, metrics | _metrics(outputs, data, self._settings)
+
+    def _project(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
+        refuse_data_format(data_format)
+        rank, size = self._partition.sequence()
+        tokens = counted_tokens(data, logits.shape[1], (rank, size))
+        sequence_lengths = None
+        if self._settings.troll_region == "sequence":
+            if size > 1:
+                raise ConfigError(
+                    "actor_rollout_ref.actor.policy_loss.troll_region=sequence needs whole sequences on each "
+                    f"process, but sequence parallelism cuts them over {size}. Use troll_region=token or "
+                    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
+                )
+            sequence_lengths = tokens.per_sequence
+        projection = project_on_old_policy(
+            logits[0],
+            tokens.sampled_ids,
+            carrier.unpack(data, data["response_mask"])[tokens.index],
+            kl_bound=self._settings.troll_kl_bound,
+            support=self._settings.troll_support,  # type: ignore[arg-type]
+            mass=self._settings.troll_mass,
+            rows=tokens.rows,
+            shard=self._partition.vocabulary(logits.shape[-1]),
+            sequence_lengths=sequence_lengths,
+        )
+        columns = logits.shape[1]
+        outputs = {
+            f"troll_{name}": spread(value, tokens.rows, columns)
+            for name, value in vars(_Outputs.of(projection)).items()
+        }
+        return outputs | {_LOG_PROBS: spread(projection.log_probs, tokens.rows, columns)}
+
+
+def refuse_data_format(data_format: str) -> None:
+    """Refuse Megatron's padded layout, in which positions are somewhere else."""
+    if data_format != "thd":
+        raise ConfigError(
+            f"TROLL reads packed sequences, and the engine runs padded ones (data format {data_format}). Set "
+            "actor_rollout_ref.model.use_remove_padding=True."
+        )
+
+
+@register_policy_loss(LOSS_MODE)
+def troll_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """TROLL's objective in the form verl's `ppo_loss` asks for; see `tether.losses.troll`.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, T].
+        loss_agg_mode: any of verl's.
+        config: verl's actor configuration, `policy_loss` with TROLL's settings.
+        rollout_is_weights: weights of the policy gradient [B, T]; the regression is not weighted.
+
+    Raises:
+        ConfigError: the engine is not TROLL's, so that nothing was projected.
+    """
+    outputs = _outputs.get()
+    if outputs is None:
+        raise ConfigError(
+            f"policy_loss.loss_mode={LOSS_MODE} ran in an engine that does not project. Add "
+            "actor_rollout_ref.model.external_lib=tether.integrations.verl and "
+            f"+actor_rollout_ref.model.model_type={MODEL_TYPE}."
+        )
+    settings = config.policy_loss
+    ratio, advantages = _ratio(outputs, advantages, response_mask, settings)
+    token_loss = -ratio * advantages
+    if rollout_is_weights is not None:
+        token_loss = token_loss * rollout_is_weights
+    if settings.troll_alpha > 0:
+        token_loss = token_loss + settings.troll_alpha * outputs.regression
+    loss = agg_loss(token_loss, response_mask, loss_agg_mode, **config.global_batch_info)
+    # verl's estimate of KL(old || new), of the network itself, so that runs with other losses compare.
+    return loss, {"actor/ppo_kl": masked_mean((old_log_prob - log_prob).detach(), response_mask).item()}
+
+
+def _ratio(outputs: _Outputs, advantages: Tensor, mask: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+    """projected / old of each token or, as GSPO has it, of its sequence; and the advantages."""
+    tokens = read_tokens(outputs.log_probs, outputs.old_log_probs, advantages, mask)
+    if settings.troll_ratio == "token":
+        return tokens.ratio, tokens.advantages
+    log_ratio = sequence_log_ratio(tokens.log_ratio, mask)
+    return log_ratio.clamp_max(LARGEST_LOG_RATIO).exp(), tokens.advantages
+
+
+def _metrics(outputs: _Outputs, data: TensorDict, settings: Any) -> dict[str, Metric]:
+    """Means over the tokens of the global mini-batch, whatever the micro-batches; maxima over all."""
+    mask = data["response_mask"].to_padded_tensor(0).to(outputs.kl.dtype)
+    ratio = _ratio(outputs, torch.zeros_like(mask), mask, settings)[0].detach()
+    share = data["dp_size"] / max(1, data["batch_num_tokens"])
+    means = {
+        "kl_mean": outputs.kl,
+        "projected": outputs.projected,
+        "regression": outputs.regression.detach(),
+        "tail_mass": outputs.tail_mass,
+        "ratio_mean": ratio,
+    }
+    result = {
+        f"actor/troll/{name}": Metric(AggregationType.SUM, torch.where(mask > 0, value, 0.0).sum() * share)
+        for name, value in means.items()
+    }
+    for name, value in (("kl_max", outputs.kl), ("ratio_max", ratio)):
+        result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))
+    return result
+
+
+def refuse_missing_old_policy(data: TensorDict) -> None:
+    """Refuse to update without what the old pass records."""
+    refuse_padded_batch(data)
+    missing = [name for name in carrier.FIELDS if name not in data.keys()]  # noqa: SIM118  (a TensorDict)
+    if missing:
+        raise ConfigError(
+            f"The batch lacks {', '.join(missing)}: the old policy was not scored by this engine. TROLL "
+            "needs algorithm.rollout_correction.bypass_mode=False, so that verl recomputes old "
+            "log-probabilities, and trainer.use_v1=True, which keeps what is recorded beside them."
+        )

@@ -1,0 +1,102 @@
+"""TROLL's settings in verl's configuration, under `actor_rollout_ref.actor.policy_loss`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from verl.workers.config import PolicyLossConfig
+
+from tether.errors import ConfigError
+
+#: `policy_loss.loss_mode` and the name in verl's registry of policy losses.
+LOSS_MODE = "troll"
+#: `model.model_type`, by which verl finds the engine.
+MODEL_TYPE = "troll"
+
+_KEY = "actor_rollout_ref.actor.policy_loss"
+
+
+@dataclass
+class TROLLPolicyLossConfig(PolicyLossConfig):
+    """verl's `PolicyLossConfig` with the settings of the projection.
+
+    verl makes one from YAML when its `_target_` names this class. The engine that is built next in the
+    same process is the one it configures: verl makes an actor's configuration immediately before the actor.
+
+    Raises:
+        ConfigError: a value out of range, with the key and the remedy.
+    """
+
+    loss_mode: str = LOSS_MODE
+    """"troll", or any of verl's own losses to compare with: these then run untouched."""
+    troll_kl_bound: float = 0.05
+    """Bound on KL(new || old) of each token in nats; infinity switches the trust region off."""
+    troll_alpha: float = 1.0
+    """Weight of the regression of the network onto its projection."""
+    troll_top_k: int = 64
+    """Ids kept of each old token distribution, besides the sampled one."""
+    troll_mass: float = 1 - 1e-5
+    """Keep fewer ids where the most likely ones hold this much probability together."""
+    troll_support: str = "bucket"
+    """What stands for all other ids: "bucket", one outcome with their exact mass, or "paper", the paper's
+    fixed probability of 1e-12 for each."""
+    troll_region: str = "token"
+    """Bound each "token"'s divergence, or the mean over the tokens of a "sequence"."""
+    troll_ratio: str = "token"
+    """Ratio of each "token", or GSPO's of a "sequence" (with `loss_agg_mode=seq-mean-token-mean`)."""
+
+    def __post_init__(self) -> None:
+        """Check the values and hand them to the engine that is built next."""
+        _check(self)
+        _pending[:] = [self]
+
+
+_pending: list[TROLLPolicyLossConfig] = []
+
+
+def take_pending_settings() -> TROLLPolicyLossConfig | None:
+    """The settings made last in this process since the last call, if any."""
+    latest = _pending[0] if _pending else None
+    _pending.clear()
+    return latest
+
+
+def same_settings(first: Any, second: Any) -> bool:
+    """Whether two configurations agree on everything TROLL reads."""
+    names = [field.name for field in fields(TROLLPolicyLossConfig) if field.name.startswith("troll_")]
+    return all(getattr(first, name, None) == getattr(second, name, None) for name in names)
+
+
+def _check(config: TROLLPolicyLossConfig) -> None:
+    if not config.troll_kl_bound > 0:
+        raise ConfigError(
+            f"{_KEY}.troll_kl_bound must be positive, got {config.troll_kl_bound!r}. 0.05 is the paper's; "
+            "inf switches the trust region off."
+        )
+    if not (config.troll_alpha >= 0 and math.isfinite(config.troll_alpha)):
+        raise ConfigError(
+            f"{_KEY}.troll_alpha must be a number that is not negative, got {config.troll_alpha!r}."
+        )
+    if not isinstance(config.troll_top_k, int) or config.troll_top_k < 1:
+        raise ConfigError(f"{_KEY}.troll_top_k must be at least 1, got {config.troll_top_k!r}; 64 is usual.")
+    if not 0 < config.troll_mass <= 1:
+        raise ConfigError(
+            f"{_KEY}.troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to "
+            "keep: the paper's threshold of 1e-5 is 0.99999."
+        )
+    if config.troll_support == "exact":
+        raise ConfigError(
+            f"{_KEY}.troll_support=exact needs the old policy's hidden states, which verl does not keep "
+            "between passes. Use bucket with a larger troll_top_k (1024 is close to exact)."
+        )
+    for name, allowed in (
+        ("troll_support", ("bucket", "paper")),
+        ("troll_region", ("token", "sequence")),
+        ("troll_ratio", ("token", "sequence")),
+    ):
+        if getattr(config, name) not in allowed:
+            raise ConfigError(
+                f"{_KEY}.{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}."
+            )
