@@ -328,3 +328,19 @@ def test_top_k_of_a_wide_head_is_that_of_a_stable_sort_and_so_are_its_log_probs(
     )
     torch.testing.assert_close(result.log_probs.double(), dense.gather(-1, expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.log_sum_exp.double(), logits.logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_smallest_log_probability_leaves_padding_out(softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(300, 5, generator=generator)
+    found = linear_log_probs(
+        hidden, weight, torch.zeros(7, 1).long(), with_min=True, vocabulary_size=290, softcap=softcap
+    )
+    raw = (hidden.double() @ weight.double().T)[:, :290]
+    logits = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    assert found.log_prob_min is not None
+    torch.testing.assert_close(
+        found.log_prob_min.double(), logits.log_softmax(-1).amin(-1), atol=1e-5, rtol=1e-5
+    )
+    assert linear_log_probs(hidden, weight, torch.zeros(7, 1).long()).log_prob_min is None

@@ -44,6 +44,8 @@ class LinearLogProbs:
     """The `top_k` most likely ids, most likely first, ties by lowest id, [N, top_k]."""
     top_log_probs: Tensor | None
     """Their log-probabilities, [N, top_k]. Differentiable."""
+    log_prob_min: Tensor | None = None
+    """The smallest log-probability of an id that can be sampled, [N], if it was asked for; no gradient."""
 
 
 def linear_log_probs(
@@ -53,6 +55,7 @@ def linear_log_probs(
     *,
     bias: Tensor | None = None,
     top_k: int | None = None,
+    with_min: bool = False,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -83,6 +86,7 @@ def linear_log_probs(
         ids: vocabulary ids, [N, K] integer; -1 marks an empty slot.
         bias: of the LM head, [V].
         top_k: also return this many of the most likely ids (at most V).
+        with_min: also return the smallest log-probability, for `tether.projection.certify`.
         temperature: the sampling temperature, positive.
         logit_scale: multiplies the raw logits (Cohere, Granite), positive.
         softcap: soft cap of the scaled logits (Gemma), positive.
@@ -110,13 +114,15 @@ def linear_log_probs(
     """
     check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
-    found = evaluate(hidden, weight, bias, ids, top_k, head, backend)
+    found = evaluate(hidden, weight, bias, ids, top_k, head, backend, with_min)
+    log_sum = found.largest + found.log_total
     return LinearLogProbs(
         log_probs=found.log_probs,
-        log_sum_exp=found.largest + found.log_total,
+        log_sum_exp=log_sum,
         entropy=found.entropy,
         top_ids=found.top_ids if top_k else None,
         top_log_probs=found.top_log_probs if top_k else None,
+        log_prob_min=(found.smallest.squeeze(-1) - log_sum.detach()) if with_min else None,
     )
 
 
@@ -128,11 +134,12 @@ def evaluate(
     top_k: int | None,
     head: Head,
     backend: Backend,
+    with_min: bool = False,
 ) -> Reduced:
     """`linear_log_probs` without the checks, in the parts that the shards of a head are merged from."""
     kernels = _kernels(backend, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head, kernels))
+        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head, kernels, with_min))
 
 
 def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
@@ -155,19 +162,20 @@ class _LinearLogProbs(torch.autograd.Function):
         top_k: int,
         head: Head,
         kernels: ModuleType,
+        with_min: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
-            found = _empty_results(hidden, ids, top_k)
+            found = _empty_results(hidden, ids, top_k, with_min)
             buffer = _workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
             for block in _token_blocks(hidden, vocabulary):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
         ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
         ctx.head, ctx.kernels = head, kernels
-        ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits)
+        ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits, found.smallest)
         return tuple(found)
 
     @staticmethod
@@ -175,7 +183,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, top_ids, log_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _ = grads
+        grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _, _ = grads
         upstream = gather_upstream(
             log_sum,
             entropy,
@@ -206,11 +214,11 @@ class _LinearLogProbs(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
-def _empty_results(hidden: Tensor, ids: Tensor, top_k: int) -> Reduced:
+def _empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:
     """Where the forward pass puts what it finds."""
     tokens = hidden.shape[0]
     log_probs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -223,6 +231,7 @@ def _empty_results(hidden: Tensor, ids: Tensor, top_k: int) -> Reduced:
         top_ids=ids.new_empty(top.shape),
         top_log_probs=top,
         top_logits=torch.empty_like(top),
+        smallest=log_probs.new_empty((tokens, int(with_min))),
     )
 
 

@@ -85,7 +85,7 @@ class PolicyPair:
         new, old = self.hidden.double(), self.old.hidden.double()
         weight, old_weight = self.weight[: self.vocabulary], self.old.weight
         base = weight if old_weight is None else old_weight[: self.vocabulary]
-        centre = base.mean(0, dtype=torch.float64) if self.head.softcap is None else None
+        centre = base.mean(0) if self.head.softcap is None else None  # any constant will do
         reach = _largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
         if old_weight is not None:
             reach = reach + _largest_row(weight, minus=base) * new.norm(dim=-1)

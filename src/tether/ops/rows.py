@@ -32,6 +32,8 @@ class Reduced(NamedTuple):
     top_log_probs: Tensor
     top_logits: Tensor
     """Exact, so that shards can be merged without making or breaking ties; no gradient."""
+    smallest: Tensor
+    """Smallest logit of an id that can be sampled, [n, 1], or [n, 0] if nobody asked; no gradient."""
 
     def at(self, rows: slice) -> Reduced:
         return Reduced(*(tensor[rows] for tensor in self))
@@ -85,7 +87,8 @@ def reduce_block(
     """Reduce the logits of a block of tokens to what `out` has room for."""
     logits = head.logits(hidden, weight, bias, buffer)
     for rows in _cached_rows(logits):
-        found = _reduce(logits[rows], ids[rows], out.top_ids.shape[-1])
+        smallest = _smallest(logits[rows], head, out)
+        found = _reduce(logits[rows], ids[rows], out.top_ids.shape[-1])._replace(smallest=smallest)
         for result, value in zip(out.at(rows), found, strict=True):
             result.copy_(value)
 
@@ -148,7 +151,14 @@ def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
         top_ids=top_ids.to(ids.dtype),
         top_log_probs=top_logits - largest - log_total[:, None],
         top_logits=top_logits,
+        smallest=largest[:, :0],
     )
+
+
+def _smallest(logits: Tensor, head: Head, out: Reduced) -> Tensor:
+    if not out.smallest.shape[-1]:
+        return logits[:, :0]
+    return logits[:, : head.vocabulary_size].amin(-1, keepdim=True)
 
 
 def _gather(logits: Tensor, ids: Tensor) -> Tensor:

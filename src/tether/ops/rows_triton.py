@@ -46,6 +46,9 @@ def reduce_block(
         )  # fmt: skip
         if top_k:
             _select(head, raw, bias, maxima, group, out)
+    if out.smallest.shape[-1]:  # of the old policy alone, once a batch of rollouts: a pass of its own
+        logits = head.transform_(raw, bias)[:, : head.vocabulary_size]
+        torch.amin(logits, -1, keepdim=True, out=out.smallest)
 
 
 def gradient_block(
