@@ -18,7 +18,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
 
   tether llm train             train a language model on a task
   tether llm eval              measure a model on held-out problems
-  tether llm compare           train several trust regions side by side, with a report
+  tether llm compare           train methods side by side, over a grid, with a report
   tether episodic train        learn a robot's motion; alone, the three-minute demo
   tether episodic eval RUN     measure a learned motion
   tether episodic render RUN   film it beside the untrained one
@@ -81,12 +81,16 @@ def _llm_eval(arguments: list[str]) -> None:
 
 
 def _llm_compare(arguments: list[str]) -> None:
-    from tether.llm.config import CompareConfig
+    from tether.llm.compare_config import CompareConfig
 
     config = _parse(CompareConfig, "tether llm compare", arguments)
-    from tether.llm.compare import compare
+    from tether.llm.compare import compare, report_comparison
 
-    _report_on(compare(config), config.output / "report")
+    comparison = compare(config)
+    page = report_comparison(config, comparison)
+    if comparison.unfinished:
+        print(f"\n{comparison.unfinished} runs are not finished; the same command goes on with them.")
+    print(f"\nReport: {page.resolve().as_uri()}")
 
 
 def _episodic_train(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from short_run import SETTINGS, assert_same_run, config, record, start, steps_lo
 
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.experiments import RunFolder
-from tether.llm.config import CompareConfig
+from tether.llm.compare_config import CompareConfig
 from tether.llm.train import train
 
 

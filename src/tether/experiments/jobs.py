@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class Job:
     """The run folder it writes."""
     steps: int
     """How many steps it will do."""
+    weight: float = 1.0
+    """How long it takes relative to others; what the time left is estimated from."""
 
     @property
     def log(self) -> Path:
@@ -44,8 +46,16 @@ class Job:
         return (self.folder / "config.json").is_file() and RunFolder.open(self.folder).finished
 
 
-def run_jobs(jobs: Sequence[Job], *, at_once: int, environment: Mapping[str, str] | None = None) -> None:
-    """Run what is not finished yet, `at_once` at a time, and show how far each is.
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    at_once: int,
+    environment: Mapping[str, str] | None = None,
+    keep_going: bool = False,
+    seconds: float | None = None,
+    on_finished: Callable[[Job], None] | None = None,
+) -> list[Job]:
+    """Run what is not finished yet, `at_once` at a time, and show how far it all is.
 
     If one fails or the caller is interrupted, the others are asked to save and stop before the
     error is raised; the same call continues them.
@@ -54,25 +64,90 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, environment: Mapping[str, str
         jobs: what to run, in this order; finished runs are skipped.
         at_once: processes at a time.
         environment: variables for the processes, besides the present ones.
+        keep_going: after a failure go on with the others and raise at the end. If the first runs fail
+            and none has been finished, the cause is likely theirs all, and nothing more is started.
+        seconds: after this long, ask those running to save and stop, and start no more.
+        on_finished: called with each job as soon as its run is complete.
+
+    Returns:
+        The jobs that are not finished because the time was up; empty otherwise.
 
     Raises:
         RunFailedError: naming the run, with the last lines it printed.
     """
-    waiting = [job for job in jobs if not job.finished()]
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    with SeveralRuns({job.name: (job.folder, job.steps) for job in jobs}) as display:
+    queue = _Queue(jobs, at_once, environment or {}, on_finished)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    with SeveralRuns(
+        {job.name: (job.folder, job.steps) for job in jobs}, weights={job.name: job.weight for job in jobs}
+    ) as display:
         try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    job = waiting.pop(0)
-                    running[job] = _start(job, environment or {})
+            while queue.unfinished:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                queue.start()
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-                display.look()
-                for job in [job for job, process in running.items() if process.poll() is not None]:
-                    _check_end(job, running.pop(job).returncode)
+                display.look([job.name for job in queue.running])
+                queue.collect()
+                if queue.failures and (not keep_going or not queue.succeeded):
+                    break
         finally:
-            _stop(running.values())
-        display.look()
+            queue.stop()
+        display.look([job.name for job in jobs])
+    if queue.failures:
+        raise RunFailedError("\n\n".join(queue.failures))
+    return queue.unfinished
+
+
+class _Queue:
+    """What waits, what runs, and what came of the rest."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        at_once: int,
+        environment: Mapping[str, str],
+        on_finished: Callable[[Job], None] | None,
+    ) -> None:
+        self._waiting = [job for job in jobs if not job.finished()]
+        self._at_once = at_once
+        self._environment = environment
+        self._on_finished = on_finished
+        self.running: dict[Job, subprocess.Popen[bytes]] = {}
+        self.failures: list[str] = []
+        self.succeeded = False
+        if on_finished is not None:
+            for job in jobs:
+                if job not in self._waiting:
+                    on_finished(job)
+
+    @property
+    def unfinished(self) -> list[Job]:
+        return [*self.running, *self._waiting]
+
+    def start(self) -> None:
+        while self._waiting and len(self.running) < self._at_once:
+            job = self._waiting.pop(0)
+            self.running[job] = _start(job, self._environment)
+
+    def collect(self) -> None:
+        for job in [job for job, process in self.running.items() if process.poll() is not None]:
+            self._note_end(job, self.running.pop(job).returncode)
+
+    def stop(self) -> None:
+        """Ask what runs to save and stop; whatever was finished by then counts."""
+        _stop(self.running.values())
+        for job in list(self.running):
+            if job.finished():
+                self._note_end(job, self.running.pop(job).returncode)
+
+    def _note_end(self, job: Job, code: int) -> None:
+        failure = _failure(job, code)
+        if failure is not None:
+            self.failures.append(failure)
+            return
+        self.succeeded = True
+        if self._on_finished is not None:
+            self._on_finished(job)
 
 
 def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -88,12 +163,13 @@ def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         )
 
 
-def _check_end(job: Job, code: int) -> None:
+def _failure(job: Job, code: int) -> str | None:
+    """What to say of a process that ended before its run was finished."""
     if code == 0 and job.finished():
-        return
+        return None
     lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = "\n".join(lines[-_LINES_OF_A_FAILURE:])
-    raise RunFailedError(
+    return (
         f"The run {job.name} in {job.folder} ended with exit code {code} before it was finished. Its last "
         f"lines:\n{last}\nAll of them are in {job.log}. The same command continues where it stopped."
     )

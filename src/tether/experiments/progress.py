@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -28,6 +28,9 @@ SHOWN: dict[str, tuple[str, str]] = {
     "entropy": ("entropy", "{:.3g}"),
 }
 """Metric -> (its short name, its format): the numbers a training display shows, in this order."""
+
+# So many bars fit a terminal; of more runs only those under way are shown.
+_FEW_RUNS = 8
 
 
 class TrainingProgress:
@@ -144,10 +147,12 @@ class TrainingProgress:
 class SeveralRuns:
     """Show how far several runs are that other processes train, by looking into their folders.
 
-    In a terminal one live bar a run; in a log file a plain line a run now and then.
+    In a terminal live bars: one of all runs with the time left, and one a run (of many runs: of those under
+    way). In a log file plain lines of the same now and then.
 
     Args:
         runs: name -> (run folder, steps in all).
+        weights: name -> how long a run takes relative to the others; all equal if not given.
         console: a rich console; by default one on standard error.
         seconds_between_lines: without a terminal, how often a line is written.
         clock: seconds from any origin.
@@ -160,24 +165,33 @@ class SeveralRuns:
         self,
         runs: Mapping[str, tuple[Path, int]],
         *,
+        weights: Mapping[str, float] | None = None,
         console: Console | None = None,
         seconds_between_lines: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runs = dict(runs)
+        self._weights = dict(weights) if weights is not None else dict.fromkeys(runs, 1.0)
         self._console = console if console is not None else _console()
         self._between = seconds_between_lines
         self._clock = clock
         self._start = self._last_lines = clock()
+        self._state = {name: _latest(folder) for name, (folder, _) in self._runs.items()}
+        self._done_before = self._done()
         self._shown: dict[str, int] = {}
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._all: TaskID | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = _live_display(self._console)
+            if len(self._runs) > 1:
+                self._all = self._live.add_task("all", total=len(self._runs), step=0, left="", numbers="")
             for name, (_, steps) in self._runs.items():
-                self._tasks[name] = self._live.add_task(name, total=steps, step=0, left="", numbers="")
+                self._tasks[name] = self._live.add_task(
+                    name, total=steps, step=0, left="", numbers="", visible=len(self._runs) <= _FEW_RUNS
+                )
             self._live.start()
         return self
 
@@ -186,25 +200,73 @@ class SeveralRuns:
             self._live.stop()
             self._live = None
 
-    def look(self) -> None:
-        """Read what the runs have written and show it."""
-        state = {name: _latest(folder) for name, (folder, _) in self._runs.items()}
+    def look(self, names: Collection[str] | None = None) -> None:
+        """Read what the runs have written and show it; with ``names``, of these alone."""
+        looked_at = self._runs if names is None else names
+        self._state |= {name: _latest(self._runs[name][0]) for name in looked_at}
         if self._live is not None:
-            for name, (step, numbers) in state.items():
-                self._live.update(
-                    self._tasks[name], completed=step, step=step, numbers=format_numbers(numbers)
-                )
-            return
-        finished = {name for name, (step, _) in state.items() if step >= self._runs[name][1]}
+            self._show_bars(looked_at)
+        else:
+            self._write_lines()
+
+    def time_left(self) -> float | None:
+        """Seconds until all are finished, at the pace so far; None before anything was done."""
+        done = self._done()
+        if done <= self._done_before:
+            return None
+        pace = (self._clock() - self._start) / (done - self._done_before)
+        return pace * (sum(self._weights.values()) - done)
+
+    def _done(self) -> float:
+        return sum(
+            self._weights[name] * min(step / self._runs[name][1], 1.0)
+            for name, (step, _) in self._state.items()
+        )
+
+    def _finished(self) -> set[str]:
+        return {name for name, (step, _) in self._state.items() if step >= self._runs[name][1]}
+
+    def _show_bars(self, looked_at: Collection[str]) -> None:
+        assert self._live is not None
+        finished = self._finished()
+        for name, (step, numbers) in self._state.items():
+            visible = len(self._runs) <= _FEW_RUNS or (name in looked_at and name not in finished)
+            self._live.update(
+                self._tasks[name],
+                completed=step,
+                step=step,
+                numbers=format_numbers(numbers),
+                visible=visible,
+            )
+        if self._all is not None:
+            left = self.time_left()
+            self._live.update(
+                self._all,
+                completed=len(finished),
+                step=len(finished),
+                left="" if left is None else format_duration(left),
+            )
+
+    def _write_lines(self) -> None:
+        finished = self._finished()
         due = self._clock() - self._last_lines >= self._between
-        for name, (step, numbers) in state.items():
+        written = False
+        for name, (step, numbers) in self._state.items():
             if self._shown.get(name, 0) != step and (due or name in finished):
                 self._shown[name] = step
                 elapsed = format_duration(self._clock() - self._start)
-                line = f"{name}  {step}/{self._runs[name][1]}  {elapsed} elapsed  {format_numbers(numbers)}"
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._print(
+                    f"{name}  {step}/{self._runs[name][1]}  {elapsed} elapsed  {format_numbers(numbers)}"
+                )
+                written = True
+        left = self.time_left()
+        if written and left is not None and len(finished) < len(self._runs) > 1:
+            self._print(f"{len(finished)}/{len(self._runs)} runs  {format_duration(left)} left")
         if due:
             self._last_lines = self._clock()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _latest(folder: Path) -> tuple[int, dict[str, float]]:

@@ -7,6 +7,8 @@ of tasks.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics as standard
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -177,6 +179,67 @@ def improvement_interval(
     ]
     low, high = _percentiles(_wins(*drawn), level)
     return Interval(probability_of_improvement(left, right), float(low), float(high), level)
+
+
+def permutation_p_value(
+    scores: ArrayLike, other: ArrayLike, *, resamples: int = 20_000, seed: int = 0
+) -> float:
+    """How often runs shuffled between two methods would differ in mean by as much: a two-sided p-value.
+
+    Exact where there are at most ``resamples`` ways to deal out the runs (up to 8 against 8); otherwise from
+    that many random ones. It assumes no distribution and holds for few runs, where a bootstrap interval is
+    too narrow: five runs against five can reach .008, three against three never less than .1.
+
+    Source: Fisher's randomisation test; the sampled form as in Phipson and Smyth (arXiv 1603.05766).
+
+    Raises:
+        InvalidInputError: scores missing, not finite or not [R].
+
+    >>> permutation_p_value([5.0, 6.0, 7.0], [1.0, 2.0, 3.0])  # 2 of 20 ways
+    0.1
+    """
+    left, right = _finite(scores, "scores"), _finite(other, "other scores")
+    if left.ndim != 1 or right.ndim != 1:
+        raise InvalidInputError(f"Scores must be [runs], got shapes {left.shape} and {right.shape}.")
+    together = np.concatenate([left, right])
+    total, count = together.sum(), len(left)
+
+    def difference(sums: Array) -> Array:
+        return np.abs(sums / count - (total - sums) / len(right))
+
+    # A hair below, so that rounding never makes the arrangement observed rarer than itself.
+    observed = difference(left.sum()[None])[0] * (1 - 1e-9)
+    if math.comb(len(together), count) <= resamples:
+        chosen = np.array(list(itertools.combinations(range(len(together)), count)))
+        return float((difference(together[chosen].sum(axis=1)) >= observed).mean())
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permuted(np.tile(together, (resamples, 1)), axis=1)[:, :count]
+    # The arrangement observed is one of those possible, so the estimate is never zero.
+    return float((1 + (difference(shuffled.sum(axis=1)) >= observed).sum()) / (1 + resamples))
+
+
+def difference_interval(
+    scores: ArrayLike, other: ArrayLike, *, level: float = 0.95, resamples: int = 5000, seed: int = 0
+) -> Interval:
+    """How much higher the mean of one method's runs is, with a bootstrap interval over the runs of both.
+
+    As narrow with few runs as `bootstrap_interval` says; decide with `permutation_p_value`.
+
+    Raises:
+        InvalidInputError: scores missing, not finite or not [R].
+
+    >>> interval = difference_interval([0.5, 0.6, 0.7], [0.4, 0.4, 0.4])
+    >>> round(interval.value, 3), round(interval.low, 3), round(interval.high, 3)
+    (0.2, 0.1, 0.3)
+    """
+    left, right = _finite(scores, "scores"), _finite(other, "other scores")
+    if left.ndim != 1 or right.ndim != 1:
+        raise InvalidInputError(f"Scores must be [runs], got shapes {left.shape} and {right.shape}.")
+    _check_level(level, resamples)
+    rng = np.random.default_rng(seed)
+    estimates = _resampled(left, resamples, rng).mean(-1) - _resampled(right, resamples, rng).mean(-1)
+    low, high = _percentiles(estimates, level)
+    return Interval(float(left.mean() - right.mean()), float(low), float(high), level)
 
 
 def mean_curve(

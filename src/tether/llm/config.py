@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.errors import ConfigError
+from tether.llm.methods import Estimator, TrustRegion, check_method, method_label
 
-TrustRegion = Literal["troll", "clip", "none"]
-Estimator = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo"]
 Tail = Literal["bucket", "paper"]
 Region = Literal["token", "sequence"]
 
@@ -34,9 +33,11 @@ class TrainConfig:
     """Options of the task, such as path for a JSONL file with gsm8k's fields."""
 
     trust_region: TrustRegion = "troll"
-    """How an update is kept close to the policy that gathered the data."""
+    """How an update is kept close to the policy that gathered the data; most are rivals' losses."""
     estimator: Estimator = "grpo"
-    """How advantages and the loss are aggregated; gspo uses one ratio a sequence."""
+    """How advantages and the loss are aggregated; gspo uses one ratio a sequence, ppo has a critic."""
+    loss_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of a rival's loss, such as clip_ratio_high 0.28; troll and clip have the fields below."""
     kl_bound: float = 0.05
     """TROLL: bound on each token's KL(new || old) in nats; inf switches it off."""
     alpha: float = 1.0
@@ -53,6 +54,16 @@ class TrainConfig:
     """Clip: how far a ratio may fall; by default .2, and 3e-4 for gspo."""
     clip_high: float | None = None
     """Clip: how far a ratio may rise; by default clip_low, and 4e-4 for gspo."""
+    gamma: float = 1.0
+    """reinforce_plus_plus and ppo: discount a token."""
+    gae_lambda: float = 1.0
+    """ppo: 1 for the whole response's reward, lower to trust the critic."""
+    critic_learning_rate: float = 3e-4
+    """ppo: learning rate of the critic's AdamW."""
+    value_clip: float = 0.5
+    """ppo: how far a value may move in one batch of responses; inf for no clip."""
+    name: str | None = None
+    """What the run is called in tables and legends; by default its trust region."""
 
     seed: int = 0
     """Seed of everything random."""
@@ -111,6 +122,8 @@ class TrainConfig:
     """Steps between evaluations on held-out problems; 0 for only before and after."""
     eval_problems: int = 200
     """Held-out problems."""
+    eval_split: Literal["validation", "test"] = "validation"
+    """Which held-out problems; choose settings on validation, report them on test."""
     eval_samples: int = 1
     """Sampled responses to each of them."""
     save_every: int = 32
@@ -149,6 +162,7 @@ class TrainConfig:
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+        check_method(self)
         self._check_batches()
         self._check_hardware()
 
@@ -209,7 +223,7 @@ class TrainConfig:
     @property
     def label(self) -> str:
         """The method's name in tables and legends."""
-        return {"troll": "TROLL", "clip": "clip", "none": "no trust region"}[self.trust_region]
+        return self.name or method_label(self)
 
     def settings(self) -> dict[str, Any]:
         """What defines the run, for its folder; where it is and how it is continued do not."""
@@ -254,33 +268,6 @@ class EvalConfig:
         """Refuse sizes that cannot work."""
         for name in ("problems", "samples", "batch_size"):
             _at_least_one(name, getattr(self, name))
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """Several trust regions, trained on the same work, in one report."""
-
-    output: Path = Path("runs/compare")
-    """Folder for the runs and the report."""
-    trust_regions: tuple[TrustRegion, ...] = ("troll", "clip")
-    """Which methods."""
-    seeds: tuple[int, ...] = (0,)
-    """Which seeds; several give intervals over them."""
-    jobs: int | None = None
-    """Runs at a time; by default one a core, each with an equal share of the cores."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """What all runs share; its output, trust_region, seed and threads are set for each."""
-
-    def __post_init__(self) -> None:
-        """Refuse an empty comparison."""
-        if not self.trust_regions or not self.seeds:
-            raise ConfigError("A comparison needs at least one trust region and one seed.")
-        if len(set(self.trust_regions)) != len(self.trust_regions) or len(set(self.seeds)) != len(self.seeds):
-            raise ConfigError(
-                f"trust_regions={self.trust_regions} and seeds={self.seeds} must not repeat themselves."
-            )
-        if self.jobs is not None:
-            _at_least_one("jobs", self.jobs)
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> RunFolder:
     seed_everything(config.seed)
     task = make_task(config.task, **config.task_options)
     with closing(task):
-        problems = task.problems("validation", config.eval_problems, 0)
+        problems = task.problems(config.eval_split, config.eval_problems, 0)
         check_before_loading(config, task)
         if config.push_to_hub is not None:
             check_hub_access(config.push_to_hub)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, MissingDependencyError
 from tether.llm.config import TrainConfig
+from tether.llm.methods import build_trainer, trl_settings_of
 from tether.llm.process import process_count
 from tether.llm.tasks import Task, reward_function, to_dataset
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tether.integrations.trl import OldPolicyTrainer
-
-# How each estimator is spelt in TRL.
-_ESTIMATORS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    "dapo": {"loss_type": "dapo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-}
 
 
 def make_trainer(
@@ -45,39 +36,14 @@ def make_trainer(
         task: gives the problems and checks the answers.
         folder: where TRL puts its own files.
     """
-    from trl import GRPOConfig
-
-    from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
-
-    settings = _trl_settings(config, task, folder)
-    shared: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
         "train_dataset": _problems_in_training_order(config, task),
         "processing_class": tokenizer,
         "peft_config": _lora(config),
     }
-    if config.trust_region == "troll":
-        return TROLLTrainer(
-            args=TROLLConfig(
-                **settings,
-                troll_kl_bound=config.kl_bound,
-                troll_alpha=config.alpha,
-                troll_top_k=config.top_k,
-                troll_mass=config.mass,
-                troll_tail=config.tail,
-                troll_region=config.region,
-            ),
-            **shared,
-        )
-    low, high = config.clip_range if config.trust_region == "clip" else (math.inf, math.inf)
-    trainer_class = _measuring(OldPolicyTrainer, config)
-    return trainer_class(args=GRPOConfig(**settings, epsilon=low, epsilon_high=high), **shared)
-
-
-def _measuring(base: type[OldPolicyTrainer], config: TrainConfig) -> Callable[..., OldPolicyTrainer]:
-    """The baseline trainer, looking at as many ids as TROLL would."""
-    return type("OldPolicyTrainer", (base,), {"support_top_k": config.top_k, "support_mass": config.mass})
+    return build_trainer(config, _trl_settings(config, task, folder), arguments)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
@@ -86,7 +52,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
     accumulation = config.responses_per_update // config.responses_per_micro_batch
     cpu = config.device == "cpu" or not torch.accelerator.is_available()
     return {
-        **_ESTIMATORS[config.estimator],
+        **trl_settings_of(config),
         "output_dir": str(folder),
         "use_cpu": cpu,
         "bf16": config.mixed_precision or (not cpu and config.dtype != "float32"),

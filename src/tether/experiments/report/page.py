@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import MissingDependencyError
+from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.progress import format_duration
 from tether.experiments.report.panels import Picture, other_pictures, pictures
@@ -46,7 +47,13 @@ class Medium:
     is_video: bool
 
 
-def write_report(run_paths: Iterable[str | Path], out: str | Path, title: str | None = None) -> Path:
+def write_report(
+    run_paths: Iterable[str | Path],
+    out: str | Path,
+    title: str | None = None,
+    *,
+    comparison: tuple[str, Sequence[Row], str | None] | None = None,
+) -> Path:
     """Show what some runs come to, on one page anybody can open and send on.
 
     The page holds everything (styles, plots, pictures, videos) and asks the network for nothing. Runs of one
@@ -57,6 +64,8 @@ def write_report(run_paths: Iterable[str | Path], out: str | Path, title: str | 
         run_paths: run folders, or folders that hold some; all of one kind.
         out: a folder, which gets ``report.html``, or the name of an ``.html`` file.
         title: the page's headline.
+        comparison: metric, rows and baseline of `tether.experiments.comparison.compare_methods`, to show in
+            full.
 
     Returns:
         The path of the page.
@@ -69,7 +78,7 @@ def write_report(run_paths: Iterable[str | Path], out: str | Path, title: str | 
     out = Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
     plots, others = pictures(runs), other_pictures(runs)
-    html = _render(runs, plots, others, title or _title(runs))
+    html = _render(runs, plots, others, title or _title(runs), comparison)
     folder = page.with_name(f"{page.stem}-plots")
     for picture in [*plots, *others]:
         for theme, png in picture.png.items():
@@ -78,7 +87,13 @@ def write_report(run_paths: Iterable[str | Path], out: str | Path, title: str | 
     return atomic_write_text(page, html)
 
 
-def _render(runs: list[RunData], plots: list[Picture], others: list[Picture], title: str) -> str:
+def _render(
+    runs: list[RunData],
+    plots: list[Picture],
+    others: list[Picture],
+    title: str,
+    comparison: tuple[str, Sequence[Row], str | None] | None,
+) -> str:
     summaries = summarise(runs)
     shared, differing = compare_settings(runs)
     return _template().render(
@@ -93,6 +108,7 @@ def _render(runs: list[RunData], plots: list[Picture], others: list[Picture], ti
         unfinished=[_run_name(run) for run in runs if not run.folder.finished],
         mixed_labels=mixed_labels(runs),
         columns=[name for name in ("kl_mean", "kl_max", "projected") if _any(summaries, name)],
+        comparison=_comparison(comparison),
         plots=[_embedded(picture) for picture in plots],
         others=[_embedded(picture) for picture in others],
         samples=samples(runs),
@@ -103,6 +119,19 @@ def _render(runs: list[RunData], plots: list[Picture], others: list[Picture], ti
         runs=[_run_row(run) for run in runs],
         versions=_versions(runs),
     )
+
+
+def _comparison(comparison: tuple[str, Sequence[Row], str | None] | None) -> dict[str, Any] | None:
+    """The rows in words, point by point; None where there is nothing to test."""
+    if comparison is None or comparison[2] is None:
+        return None
+    metric, rows, baseline = comparison
+    points = {
+        point: [{name: _two_lines(text) for name, text in cells_of(row, metric).items()} for row in group]
+        for point, group in by_point(rows).items()
+    }
+    columns = list(next(iter(points.values()))[0])
+    return {"baseline": baseline, "metric": metric.replace("_", " "), "columns": columns, "points": points}
 
 
 def _template() -> Any:

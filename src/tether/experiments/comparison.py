@@ -1,0 +1,258 @@
+"""Methods against a baseline, at each point of a grid: what the seeds say and what they cannot.
+
+Every run counts by its last evaluation; no run, seed or moment is picked. Means and interquartile means
+carry bootstrap intervals over seeds; whether two methods differ is decided by a permutation test, which
+holds for few seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tether.errors import InvalidInputError
+from tether.experiments.files import atomic_write_json
+from tether.experiments.progress import format_duration
+from tether.experiments.statistics import (
+    Interval,
+    bootstrap_interval,
+    difference_interval,
+    improvement_interval,
+    interquartile_mean,
+    permutation_p_value,
+)
+from tether.experiments.summary import RunData, format_gain, format_interval, headline_metric
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SIGNIFICANCE = 0.05
+"""Below this p-value two methods count as different."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run and its place in the grid."""
+
+    method: str
+    point: str
+    """In words; empty where nothing but the method varies."""
+    run: RunData
+    samples: int | None = None
+    """Responses the run learned from."""
+
+
+@dataclass(frozen=True)
+class AgainstBaseline:
+    """A method less the baseline, at one point of the grid."""
+
+    difference: Interval
+    """Of the means of the final scores."""
+    better: Interval
+    """Probability that a run of the method ends above one of the baseline."""
+    p_value: float
+    """Of the difference, by permutation; small where it cannot be chance."""
+
+    @property
+    def verdict(self) -> str:
+        """``wins``, ``loses`` or ``ties``: the last also where the seeds are too few to tell."""
+        if self.p_value >= SIGNIFICANCE:
+            return "ties"
+        return "wins" if self.difference.value > 0 else "loses"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one point: all its seeds."""
+
+    point: str
+    method: str
+    seeds: tuple[int, ...]
+    unfinished: int
+    """Seeds of which the run has not come to its end; they count with their last evaluation."""
+    start: float
+    """Mean over seeds of the first evaluation."""
+    final: Interval
+    """Mean over seeds of the last evaluation."""
+    middle: Interval
+    """The same as interquartile mean."""
+    over_training: Interval
+    """Mean over seeds of the mean over a run's evaluations after the first: who learns sooner is higher."""
+    against: AgainstBaseline | None
+    """None for the baseline itself, and where it has no runs at this point."""
+    samples: float | None
+    """Responses a run learned from."""
+    tokens: float | None
+    """Tokens a run read and wrote while training, prompts included."""
+    seconds: float
+    """Training time of a run, evaluations included."""
+
+
+def compare_methods(entries: Sequence[Entry], baseline: str | None) -> tuple[str, list[Row]]:
+    """The metric compared by, and a row for each method at each point, in the order of the entries.
+
+    Args:
+        entries: all runs; at least one.
+        baseline: the method others are tested against; None for no tests.
+
+    Raises:
+        InvalidInputError: no runs, runs without a common evaluation, or a seed twice.
+    """
+    metric = headline_metric([entry.run for entry in entries])
+    if metric is None:
+        raise InvalidInputError("The runs share no evaluation to compare them by.")
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.point, entry.method), []).append(entry)
+    rows = []
+    for (point, method), group in groups.items():
+        others = groups.get((point, baseline)) if baseline not in (None, method) else None
+        rows.append(_row(point, method, group, others, metric))
+    return metric, rows
+
+
+def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None, metric: str) -> Row:
+    seeds = tuple(entry.run.config.seed for entry in group)
+    if len(set(seeds)) < len(seeds):
+        raise InvalidInputError(f"{method} at {point or 'the only point'} has a seed twice: {seeds}.")
+    scores = _finals(group, metric)
+    curves = [_evaluations(entry.run, metric) for entry in group]
+    return Row(
+        point=point,
+        method=method,
+        seeds=seeds,
+        unfinished=sum(not entry.run.folder.finished for entry in group),
+        start=float(np.mean([curve[0] for curve in curves])),
+        final=_interval(scores, np.mean),
+        middle=_interval(scores, interquartile_mean),
+        over_training=_interval([float(np.mean(curve[1:] or curve)) for curve in curves], np.mean),
+        against=None if others is None else _against(scores, _finals(others, metric)),
+        samples=_mean(entry.samples for entry in group),
+        tokens=_mean(_last(entry.run, "tokens") for entry in group),
+        seconds=float(np.mean([entry.run.seconds for entry in group])),
+    )
+
+
+def _against(scores: list[float], others: list[float]) -> AgainstBaseline:
+    return AgainstBaseline(
+        difference_interval(scores, others),
+        improvement_interval(scores, others),
+        permutation_p_value(scores, others),
+    )
+
+
+def _finals(group: list[Entry], metric: str) -> list[float]:
+    return [_evaluations(entry.run, metric)[-1] for entry in group]
+
+
+def _evaluations(run: RunData, metric: str) -> list[float]:
+    curve = run.eval_curve(metric) or run.curve(metric)
+    assert curve is not None  # a headline metric is one that every run has
+    values = [float(value) for value in curve.y if np.isfinite(value)]
+    if not values:
+        raise InvalidInputError(f"{run.folder.path} has no finite {metric}; leave the run out.")
+    return values
+
+
+def _interval(values: Sequence[float], statistic: Any) -> Interval:
+    if len(values) > 1:
+        return bootstrap_interval(values, statistic)
+    return Interval(values[0], values[0], values[0], 0.95)
+
+
+def _last(run: RunData, name: str) -> float | None:
+    values = run.values(name)
+    return float(values[-1]) if values.size else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+# ---------------------------------------------------------------------- for people and programs
+
+
+def write_comparison(path: Path, metric: str, rows: Sequence[Row], baseline: str | None) -> Path:
+    """Everything in the table, and more digits, as JSON."""
+    return atomic_write_json(
+        path,
+        {
+            "metric": metric,
+            "baseline": baseline,
+            "significance": SIGNIFICANCE,
+            "rows": [
+                asdict(row) | {"verdict": None if row.against is None else row.against.verdict}
+                for row in rows
+            ],
+        },
+    )
+
+
+def cells_of(row: Row, metric: str) -> dict[str, str]:
+    """A row in words, by column.
+
+    The columns of equal budgets come last: responses and tokens learned from, and the time that took.
+    """
+    fraction = metric.startswith("success")
+    against = row.against
+    return {
+        "method": row.method + (f" ({row.unfinished} unfinished)" if row.unfinished else ""),
+        "seeds": str(len(row.seeds)),
+        "final": format_interval(row.final, fraction),
+        "middle half": format_interval(row.middle, fraction),
+        "over training": format_interval(row.over_training, fraction),
+        "difference": "" if against is None else format_gain(against.difference, fraction),
+        "P(better)": "" if against is None else f"{against.better.value:.2f}",
+        "p": "" if against is None else f"{against.p_value:.3f}",
+        "verdict": "" if against is None else against.verdict,
+        "responses": _thousands(row.samples),
+        "tokens": _thousands(row.tokens),
+        "time": format_duration(row.seconds),
+    }
+
+
+def comparison_table(metric: str, rows: Sequence[Row], baseline: str | None) -> Table:
+    """The rows as a table for a terminal, a section for each point of the grid."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = ("method", "seeds", "final", "over training", "difference", "p", "verdict", "responses", "time")
+    title = metric.replace("_", " ").capitalize()
+    against = f" Differences are to {baseline}; p by permutation of seeds." if baseline else ""
+    table = Table(
+        title=f"{title} by method",
+        caption=f"In parentheses: 95 % bootstrap over seeds.{against}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in shown:
+        table.add_column(
+            name, justify="left" if name in ("method", "verdict") else "right", no_wrap=name == "p"
+        )
+    for point, group in by_point(rows).items():
+        table.add_section()
+        if point:
+            table.add_row(Text(point, style="bold"))
+        for row in group:
+            words = cells_of(row, metric)
+            table.add_row(*(Text(words[name].replace(" (", "\n(")) for name in shown))
+    return table
+
+
+def by_point(rows: Iterable[Row]) -> Mapping[str, list[Row]]:
+    """Rows of each point of the grid, in order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.point, []).append(row)
+    return groups
+
+
+def _thousands(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"

@@ -1,0 +1,74 @@
+"""What can be chosen when methods are compared: a grid of training runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tether.errors import ConfigError
+from tether.llm.config import TrainConfig
+from tether.llm.methods import Estimator
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Several methods, trained on the same work, in one report.
+
+    Every method is trained at every point of the grid with every seed.
+    """
+
+    output: Path = Path("runs/compare")
+    """Folder for the runs and the report."""
+    trust_regions: tuple[str, ...] = ("troll", "clip")
+    """Which methods: names of trust regions, or with settings of their own as in troll:kl_bound=0.2,alpha=5
+    or dppo:divergence=top-k-kl (fields of a training run, or options of the loss)."""
+    estimators: tuple[Estimator, ...] = ()
+    """Which estimators; by default that of train."""
+    updates_per_rollout: tuple[int, ...] = ()
+    """How often each batch of responses is used; needs batches."""
+    learning_rates: tuple[float, ...] = ()
+    """Which learning rates; by default that of train."""
+    axes: tuple[str, ...] = ()
+    """Any other setting of a training run and its values, as in lora_rank=4,16."""
+    seeds: tuple[int, ...] = (0,)
+    """Which seeds; five or more give a comparison its certainty."""
+    batches: int | None = None
+    """Batches of responses each run learns from; its steps follow from updates_per_rollout."""
+    evaluations: int = 4
+    """With batches: evaluations over a run, besides the one before it, evenly spaced."""
+    baseline: str | None = None
+    """The method all others are tested against, as written in trust_regions; by default clip, or the last."""
+    jobs: int | None = None
+    """Runs at a time; by default one a core, each with an equal share of the cores."""
+    minutes: float | None = None
+    """Stop, with checkpoints, after this long; the same command goes on from there."""
+    results: Path | None = None
+    """Folder that keeps a small copy of each finished run; runs found there are not trained again."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """What all runs share; its output, trust_region, seed, threads and whatever the grid varies are set for
+    each."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty or ambiguous comparison."""
+        if not self.trust_regions or not self.seeds:
+            raise ConfigError("A comparison needs at least one trust region and one seed.")
+        for name in ("trust_regions", "estimators", "updates_per_rollout", "learning_rates", "axes", "seeds"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name}={values} must not repeat themselves.")
+        for name in ("jobs", "batches", "evaluations"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes must be positive, got {self.minutes}.")
+        if self.updates_per_rollout and self.batches is None:
+            raise ConfigError(
+                f"updates_per_rollout={self.updates_per_rollout} at the same number of steps would compare "
+                "runs that saw different numbers of responses. Set batches, how many each run learns from."
+            )
+        if self.baseline is not None and self.baseline not in self.trust_regions:
+            raise ConfigError(
+                f"baseline={self.baseline!r} is none of trust_regions={self.trust_regions}; it must be "
+                "written as it is there."
+            )

@@ -1,0 +1,121 @@
+"""A comparison's grid: which runs it is made of, how they are called, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tether.errors import ConfigError
+from tether.llm.compare_config import CompareConfig
+from tether.llm.config import TrainConfig
+from tether.llm.grid import cells, parse_method
+from tether.llm.methods import Estimator, TrustRegion
+from tether.losses import LOSSES
+
+SMALL = TrainConfig(prompts_per_rollout=4, responses_per_prompt=4, updates_per_rollout=4, steps=4)
+
+
+def grid(**changes: Any) -> list[Any]:
+    return cells(CompareConfig(**{"output": Path("out"), "train": SMALL, **changes}))
+
+
+def test_a_plain_comparison_is_named_as_ever() -> None:
+    made = grid()
+    assert [cell.train.output for cell in made] == [Path("out/troll-seed0"), Path("out/clip-seed0")]
+    assert [cell.train.label for cell in made] == ["TROLL", "clip"]
+    assert all(cell.train.name is None for cell in made)
+
+
+def test_every_method_meets_every_point_and_seed_and_no_folder_twice() -> None:
+    made = grid(
+        trust_regions=("troll", "troll:kl_bound=0.2,alpha=5", "dppo:divergence=top-k-kl"),
+        estimators=("grpo", "rloo"),
+        updates_per_rollout=(1, 8),
+        learning_rates=(1e-4, 3e-4),
+        axes=("temperature=0.7,1.0",),
+        seeds=(0, 1),
+        batches=4,
+    )
+    assert len(made) == len({cell.train.output for cell in made}) == 3 * 2 * 2 * 2 * 2 * 2
+    assert len({cell.train.label for cell in made}) == len(made) / 2  # seeds of one cell share a label
+    one = next(cell.train for cell in made if cell.train.output.name
+               == "troll-kl_bound0.2-alpha5-rloo-u8-lr0.0003-temperature0.7-seed1")  # fmt: skip
+    assert (one.kl_bound, one.alpha, one.estimator, one.updates_per_rollout) == (0.2, 5, "rloo", 8)
+    assert (one.learning_rate, one.temperature, one.seed, one.resume) == (3e-4, 0.7, 1, True)
+    assert one.label == "TROLL kl_bound=0.2, alpha=5, rloo, 8 updates, lr 0.0003, temperature=0.7"
+
+
+def test_the_first_seed_of_everything_comes_before_any_second() -> None:
+    seeds = [cell.seed for cell in grid(seeds=(3, 1), learning_rates=(1e-4, 3e-4))]
+    assert seeds == [3] * 4 + [1] * 4
+
+
+def test_batches_give_every_staleness_the_same_number_of_responses() -> None:
+    made = grid(trust_regions=("clip",), updates_per_rollout=(1, 4, 16), batches=8, evaluations=2)
+    assert [cell.train.steps for cell in made] == [8, 32, 128]
+    assert [cell.train.eval_every for cell in made] == [4, 16, 64]
+    assert len({cell.train.steps * cell.train.responses_per_update for cell in made}) == 1
+
+
+def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
+    [troll, trm] = grid(trust_regions=("troll:kl_bound=0.2", "trm:kl_bound=0.2"))
+    assert (troll.train.kl_bound, troll.train.loss_options) == (0.2, {})
+    assert (trm.train.kl_bound, trm.train.loss_options) == (0.05, {"kl_bound": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trust_regions": ("troll:bound=0.2",)}, "sets 'bound', which is no setting of a training run"),
+        ({"trust_regions": ("sapo:tau=1",)}, r"option of sapo \(tau_pos, tau_neg\)"),
+        ({"trust_regions": ("sapo:tau_pos=-1",)}, "tau_pos must be greater than 0"),
+        ({"trust_regions": ("troll:kl_bound",)}, "'kl_bound' is not"),
+        ({"trust_regions": ("trpo",)}, "trust_region='trpo' is not known"),
+        ({"trust_regions": ("troll", "troll")}, "must not repeat"),
+        ({"trust_regions": ("cispo",), "estimators": ("gspo",)}, "run cispo-gspo-seed0: estimator='gspo'"),
+        ({"learning_rates": (1e-4, -1.0)}, "run troll-lr-1.0-seed0: learning_rate must be positive"),
+        ({"axes": ("seed=1,2",)}, "names no setting"),
+        ({"axes": ("alpha",)}, "written as setting=value,value"),
+        ({"updates_per_rollout": (1, 8)}, "Set batches"),
+        ({"batches": 3, "evaluations": 2}, "evaluations=2 must divide batches=3"),
+        ({"baseline": "none"}, "baseline='none' is none of"),
+        ({"minutes": 0.0}, "minutes must be positive"),
+        ({"seeds": ()}, "at least one"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grid(**changes)
+
+
+def test_methods_are_parsed_with_types() -> None:
+    assert parse_method("x:a=1,b=2.5,c=true,d=none,e=top-k") == (
+        "x", {"a": 1, "b": 2.5, "c": True, "d": None, "e": "top-k"},
+    )  # fmt: skip
+
+
+def test_every_loss_is_a_trust_region_and_every_estimator_is_spelt_out() -> None:
+    from tether.advantages import ADVANTAGES
+
+    assert set(get_args(TrustRegion)) == set(LOSSES) | {"clip", "none"}
+    assert set(ADVANTAGES) - {"gae"} <= set(get_args(Estimator))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trust_region": "clip", "loss_options": {"clip_ratio_low": 0.1}},
+            "clip is set by fields: clip_low",
+        ),
+        ({"trust_region": "cispo", "loss_options": {"alpha": 1}}, "cispo has no option 'alpha'"),
+        ({"estimator": "gae"}, "estimator='gae' is not known"),
+        ({"gae_lambda": 1.1}, r"gae_lambda must lie in \[0, 1\]"),
+        ({"critic_learning_rate": 0.0}, "critic_learning_rate must be positive"),
+    ],
+)
+def test_settings_of_a_method_name_themselves(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**changes)
