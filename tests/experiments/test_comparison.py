@@ -1,0 +1,163 @@
+"""What a comparison says of its runs: against scipy, by hand, and nothing that few seeds cannot carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tether.errors import CheckpointError, InvalidInputError
+from tether.experiments import RunFolder, write_report
+from tether.experiments.compact import is_finished, keep_compact
+from tether.experiments.comparison import Entry, compare_methods, comparison_table, write_comparison
+from tether.experiments.statistics import difference_interval, permutation_p_value
+from tether.experiments.summary import load_runs
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 5), (3, 6), (8, 8)])
+def test_exact_permutation_p_equals_scipys(first: int, second: int) -> None:
+    rng = np.random.default_rng(first)
+    left, right = rng.normal(0.3, 1.0, first), rng.normal(0.0, 1.0, second)
+    expected = stats.permutation_test(
+        (left, right), lambda x, y, axis: abs(x.mean(axis) - y.mean(axis)), vectorized=True,
+        n_resamples=np.inf, alternative="greater",
+    )  # fmt: skip
+    assert permutation_p_value(left, right) == pytest.approx(expected.pvalue, abs=1e-12)
+
+
+def test_sampled_permutation_p_is_near_the_exact_one() -> None:
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(0.8, 1.0, 8), rng.normal(0.0, 1.0, 8)
+    exact = permutation_p_value(left, right)
+    assert permutation_p_value(left, right, resamples=5000) == pytest.approx(exact, abs=0.01)
+
+
+def test_under_no_difference_five_seeds_are_called_different_as_often_as_promised() -> None:
+    """The reason for the permutation test: a 95 % bootstrap interval from five seeds errs far more often."""
+    rng = np.random.default_rng(1)
+    draws = rng.normal(size=(300, 2, 5))
+    wrong = np.mean([permutation_p_value(a, b) < 0.05 for a, b in draws])
+    assert wrong < 0.08
+    missed = [difference_interval(a, b, resamples=400) for a, b in draws[:150]]
+    assert np.mean([not i.low <= 0 <= i.high for i in missed]) > wrong
+
+
+def test_equal_scores_are_never_different() -> None:
+    assert permutation_p_value([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]) == 1.0
+    assert permutation_p_value([0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2]) == 1.0
+
+
+def test_scores_that_cannot_be_shuffled_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="not finite"):
+        permutation_p_value([1.0, np.nan], [1.0])
+    with pytest.raises(InvalidInputError, match=r"must be \[runs\]"):
+        difference_interval([[1.0]], [[1.0]])
+
+
+def evals(*scores: float) -> list[dict[str, float]]:
+    return [{"step": 2 * place, "success": score, "problems": 100} for place, score in enumerate(scores)]
+
+
+@pytest.fixture
+def entries(make_run: Callable[..., Path]) -> list[Entry]:
+    """Two methods at two points with four seeds: far apart at the first, the same at the second."""
+    made = []
+    for point, gap in (("1 updates", 0.3), ("8 updates", 0.0)):
+        for method, less in (("TROLL", 0.0), ("clip", gap)):
+            for seed in range(4):
+                final = 0.8 + 0.01 * seed - less
+                metrics = [{"kl_mean": 0.1, "tokens": 500.0 * step} for step in (1, 2, 3, 4)]
+                path = make_run(
+                    f"{method}-{point}-{seed}", metrics, evals(0.4, 0.5, final), label=method, seed=seed
+                )
+                [run] = load_runs([path])
+                made.append(Entry(method, point, run, samples=64))
+    return made
+
+
+def test_methods_are_judged_at_each_point_by_their_last_evaluation(entries: list[Entry]) -> None:
+    metric, rows = compare_methods(entries, "clip")
+    assert metric == "success"
+    far, base, same, _ = rows
+    assert (far.method, far.point, far.seeds) == ("TROLL", "1 updates", (0, 1, 2, 3))
+    assert far.final.value == pytest.approx(0.815)
+    assert far.over_training.value == pytest.approx((0.5 + 0.815) / 2)
+    assert far.start == pytest.approx(0.4)
+    assert (far.samples, far.tokens, far.unfinished) == (64, 2000, 0)
+    assert base.against is None
+    assert far.against is not None
+    assert far.against.difference.value == pytest.approx(0.3)
+    assert far.against.p_value == pytest.approx(2 / 70)
+    assert (far.against.better.value, far.against.verdict) == (1.0, "wins")
+    assert same.against is not None
+    assert same.against.verdict == "ties"
+    flipped = compare_methods(entries, "TROLL")[1][1]
+    assert flipped.against is not None
+    assert flipped.against.verdict == "loses"
+
+
+def test_three_seeds_are_never_enough_to_call_a_winner(entries: list[Entry]) -> None:
+    few = [entry for entry in entries if entry.run.config.seed < 3 and entry.point == "1 updates"]
+    row = compare_methods(few, "clip")[1][0]
+    assert row.against is not None
+    assert row.against.difference.low > 0.2  # the bootstrap would have called it
+    assert row.against.verdict == "ties"
+
+
+def test_a_seed_twice_is_refused(entries: list[Entry]) -> None:
+    with pytest.raises(InvalidInputError, match="seed twice"):
+        compare_methods([*entries, entries[0]], "clip")
+
+
+def test_table_json_and_page_show_the_same_verdicts(entries: list[Entry], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    metric, rows = compare_methods(entries, "clip")
+    console = Console(width=140, record=True, file=(tmp_path / "out").open("w"))
+    console.print(comparison_table(metric, rows, "clip"))
+    text = console.export_text()
+    assert "1 updates" in text
+    assert "wins" in text
+    data = json.loads(write_comparison(tmp_path / "comparison.json", metric, rows, "clip").read_text())
+    assert [row["verdict"] for row in data["rows"]] == ["wins", None, "ties", None]
+    assert data["rows"][0]["against"]["p_value"] == pytest.approx(2 / 70)
+    folders = [entry.run.folder.path for entry in entries]
+    page = write_report(folders, tmp_path / "report", comparison=(metric, rows, "clip")).read_text()
+    assert "Against clip" in page
+    assert "wins" in page
+
+
+def test_a_compact_copy_tells_the_same_story(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    metrics = [{"kl_max": float(step), "loss": float(step), "tokens": 10.0 * step} for step in range(1, 7)]
+    source = make_run("whole", metrics, [{"step": s, "success": 0.1 * s, "problems": 50} for s in (0, 2, 6)],
+                      samples=[{"prompt": "p", "reference": "r", "reward": 1.0, "tokens": []}])  # fmt: skip
+    copy = keep_compact(source, tmp_path / "kept" / "whole")
+    run, whole = RunFolder.open(copy), RunFolder.open(source)
+    assert run.finished
+    assert run.evals() == whole.evals()
+    assert run.config == whole.config
+    lines = [{name: line[name] for name in ("step", "kl_max", "loss", "tokens")} for line in run.metrics()]
+    assert lines == [
+        {"step": 2, "kl_max": 2.0, "loss": 1.5, "tokens": 20.0},
+        {"step": 6, "kl_max": 6.0, "loss": 4.5, "tokens": 60.0},
+    ]
+    assert sorted(path.name for path in copy.iterdir()) == [
+        "FINISHED",
+        "config.json",
+        "eval.jsonl",
+        "metrics.jsonl",
+    ]
+    before = (copy / "metrics.jsonl").stat().st_mtime_ns
+    keep_compact(source, copy)
+    assert (copy / "metrics.jsonl").stat().st_mtime_ns == before  # what is kept is kept
+
+
+def test_an_unfinished_run_is_not_kept(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_run("half", [{"loss": 1.0}], evals(0.1), finished=False)
+    with pytest.raises(CheckpointError, match="not finished"):
+        keep_compact(source, tmp_path / "kept")
+    assert not is_finished(tmp_path / "kept")

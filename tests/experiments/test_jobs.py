@@ -1,0 +1,91 @@
+"""Several processes at a time: skipped, kept going, stopped in time, and nothing lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tether.experiments import RunFolder
+from tether.experiments.jobs import Job, RunFailedError, run_jobs
+from tether.experiments.progress import SeveralRuns
+
+# A trainer in miniature: one number a step, stops when asked to, goes on where it was.
+TRAINER = """
+import signal, sys, time
+from tether.experiments import RunFolder
+folder, steps, pause, broken = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "broken"
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+with RunFolder.create(folder, kind="llm", label="x", seed=0, settings={}, resume=True) as run:
+    done = len(run.metrics())
+    for step in range(done + 1, steps + 1):
+        if broken:
+            sys.exit("no such model")
+        time.sleep(pause)
+        run.log(step, loss=1.0)
+        if stop:
+            sys.exit(0)
+    run.mark_finished()
+"""
+
+
+def job(tmp_path: Path, name: str, steps: int = 2, pause: float = 0.0, broken: bool = False) -> Job:
+    word = "broken" if broken else "well"
+    command = (sys.executable, "-c", TRAINER, str(tmp_path / name), str(steps), str(pause), word)
+    return Job(name, command, tmp_path / name, steps)
+
+
+def test_failures_do_not_stop_the_others_once_one_has_finished(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, "a"), job(tmp_path, "b", broken=True), job(tmp_path, "c")]
+    finished: list[str] = []
+    with pytest.raises(RunFailedError, match=r"The run b in .* exit code 1[\s\S]*no such model"):
+        run_jobs(jobs, at_once=1, keep_going=True, on_finished=lambda done: finished.append(done.name))
+    assert finished == ["a", "c"]
+    assert not jobs[1].finished()
+
+
+def test_if_the_first_fails_nothing_more_is_started(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, "a", broken=True), job(tmp_path, "b")]
+    with pytest.raises(RunFailedError, match="no such model"):
+        run_jobs(jobs, at_once=1, keep_going=True)
+    assert not jobs[1].folder.exists()
+
+
+def test_time_up_stops_what_runs_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, "a", steps=400, pause=0.01), job(tmp_path, "b")]
+    started = time.monotonic()
+    left = run_jobs(jobs, at_once=1, seconds=3.0)
+    assert time.monotonic() - started < 20
+    assert [one.name for one in left] == ["a", "b"]
+    done = len(RunFolder.open(jobs[0].folder).metrics())
+    assert 0 < done < 400
+    assert run_jobs([job(tmp_path, "a", steps=done + 1), jobs[1]], at_once=2) == []
+    assert [line["step"] for line in RunFolder.open(jobs[0].folder).metrics()] == list(range(1, done + 2))
+
+
+def test_what_is_finished_already_is_told_and_not_run_again(tmp_path: Path) -> None:
+    one = job(tmp_path, "a")
+    run_jobs([one], at_once=1)
+    broken = Job("a", (sys.executable, "-c", "raise SystemExit(1)"), one.folder, one.steps)
+    told: list[str] = []
+    assert run_jobs([broken], at_once=1, on_finished=lambda done: told.append(done.name)) == []
+    assert told == ["a"]
+
+
+def test_time_left_follows_the_work_that_is_left(tmp_path: Path) -> None:
+    """After 10 s half of a run of weight 1 is done, and another of weight 3 is to come."""
+    now = [0.0]
+    with RunFolder.create(tmp_path / "a", kind="llm", label="x", seed=0, settings={}) as run:
+        display = SeveralRuns(
+            {"a": (tmp_path / "a", 2), "b": (tmp_path / "b", 2)},
+            weights={"a": 1.0, "b": 3.0},
+            clock=lambda: now[0],
+        )
+        assert display.time_left() is None
+        now[0] = 10.0
+        run.log(1, loss=0.0)
+        display.look()
+    assert display.time_left() == pytest.approx(70.0)
