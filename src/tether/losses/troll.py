@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +19,7 @@ from tether.losses.base import (
     sequence_log_ratio,
 )
 from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
-from tether.projection import SparseLogProbs, kl_categorical, project_categorical, project_sparse
+from tether.projection import SparseLogProbs, certify, kl_categorical, project_categorical, project_sparse
 from tether.projection.categorical import Region
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, Tail
@@ -45,11 +46,20 @@ class ProjectedTokens:
     """Where the projection acted, bool."""
     tail_mass: Tensor
     """New mass outside the support; zero for dense distributions."""
+    certified: Tensor | None = None
+    """Tokens proven to be inside the bound by the support alone, bool; None where nothing was asked of it."""
+    uncertain: Tensor | None = None
+    """Tokens that the support can prove neither inside nor outside, bool."""
 
     def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
         """What to watch: see `troll`."""
         acted = self.projected & (response_mask > 0)
-        return {
+        proofs = {
+            name: masked_mean(proof.to(self.kl.dtype), response_mask)
+            for name, proof in (("certified", self.certified), ("uncertain", self.uncertain))
+            if proof is not None
+        }
+        return proofs | {
             "kl_mean": masked_mean(self.kl, response_mask),
             "kl_max": masked_max(self.kl, response_mask),
             "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
@@ -103,6 +113,7 @@ def project_tokens(
         assert isinstance(old, Tensor)
         rows = _project_dense_rows(new, old, counted, response_ids, options)
         tail_mass = torch.zeros_like(log_probs)
+    certified, uncertain = _prove(new, old, rows.kl, kl_bound, tail, region)
     step, projected = rows.step, rows.acted
     if region == "sequence":
         step, projected = (value[:, None].expand_as(log_probs) for value in (step, projected))
@@ -115,7 +126,21 @@ def project_tokens(
         step=step,
         projected=projected,
         tail_mass=tail_mass,
+        certified=certified,
+        uncertain=uncertain,
     )
+
+
+def _prove(
+    new: Distribution, old: Distribution, kl: Tensor, kl_bound: float, tail: Tail, region: Region
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the support proves of each token; nothing if the old policy's tail is unknown."""
+    if not isinstance(new, SparseLogProbs) or not isinstance(old, SparseLogProbs):
+        return None, None
+    if old.log_tail_min is None or tail == "paper" or region == "sequence" or math.isinf(kl_bound):
+        return None, None
+    certificate = certify(new, old, kl_bound, kl=kl.detach())
+    return certificate.inside, certificate.uncertain
 
 
 @dataclass(frozen=True)
@@ -224,7 +249,8 @@ def troll(
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
 
     Returns:
-        The loss, and metrics `kl_mean`, `kl_max` (before the projection), `projected` (fraction),
+        The loss, and metrics `kl_mean`, `kl_max` (before the projection), `projected` (fraction), and, if
+        `old` has a `log_tail_min`, `certified` and `uncertain` (fractions; see `ProjectedTokens`),
         `mean_step` (over projected tokens, 1 if there are none), `regression`, `entropy` (of the given
         distribution: a sparse one's is a lower bound), `tail_mass`, `ratio_mean`, `ratio_max`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.categorical import check_kl_bound
+from tether.projection.divergence import kl_categorical
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
 
@@ -33,7 +35,12 @@ class Certificate:
 
 
 def certify(
-    new: SparseLogProbs, old: SparseLogProbs, kl_bound: float, *, log_ratio_range: Tensor | None = None
+    new: SparseLogProbs,
+    old: SparseLogProbs,
+    kl_bound: float,
+    *,
+    kl: Tensor | None = None,
+    log_ratio_range: Tensor | None = None,
 ) -> Certificate:
     """Bound KL(new ‖ old) over the whole vocabulary from a support and the two tail masses.
 
@@ -51,6 +58,7 @@ def certify(
     Args:
         new, old: distributions [..., K] on the same ids in the same order.
         kl_bound: in nats.
+        kl: B, [...], if it is at hand, as `project_sparse` returns it for tokens.
         log_ratio_range: r, [...], if something is known that bounds it, such as how far hidden states have
             moved under the same LM head. Zero proves that nothing changed.
 
@@ -75,54 +83,39 @@ def certify(
             "old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
         )
     with torch.no_grad():
-        lower, upper = _bounds(new, old, log_ratio_range)
+        if kl is None:
+            kl = kl_categorical(new.with_buckets(), old.with_buckets())
+        lower, upper = _bounds(kl.double(), new, old, log_ratio_range)
     return Certificate(lower, upper, inside=upper <= kl_bound, outside=lower > kl_bound)
 
 
-def _bounds(new: SparseLogProbs, old: SparseLogProbs, ratio_range: Tensor | None) -> tuple[Tensor, Tensor]:
+def _bounds(
+    kl: Tensor, new: SparseLogProbs, old: SparseLogProbs, ratio_range: Tensor | None
+) -> tuple[Tensor, Tensor]:
     # The coarser of the two types the numbers were rounded to.
     epsilon = max(torch.finfo(side.log_probs.dtype).eps for side in (new, old))
-    log_new, log_old = new.log_probs.double(), old.log_probs.double()
+    # Every log-probability is off by a few ulps of itself and of the log-sum it was measured from. Their
+    # means under p are an entropy of K + 1 outcomes and that entropy plus the divergence.
+    slack = 8 * epsilon * (4 + 2 * math.log(new.ids.shape[-1] + 1) + kl)
     tail, old_tail = new.log_tail.double(), old.log_tail.double()
-    probs = log_new.exp()
-    zero = probs == 0
-    finite_new = torch.where(zero, 0.0, log_new)
-    finite_old = torch.where(zero, 0.0, log_old)
-    kept = (probs * (finite_new - finite_old)).sum(-1)
-    # A log-probability is off by a few ulps of itself and of the log-sum it was measured from.
-    slack = 8 * epsilon * (probs * (4 + finite_new.abs() + finite_old.abs())).sum(-1)
     empty = torch.isneginf(tail) & torch.isneginf(old_tail)
     # A tail mass is 1 minus a sum: what that rounds away is the same for every tail, however small.
-    mass_error = 32 * epsilon
+    error = torch.where(empty, 0.0, 32 * epsilon)
     mass, old_mass = tail.exp(), old_tail.exp()
-    bucket, bucket_slack = _bucket(mass, tail, old_mass, old_tail, mass_error)
-    bucket, bucket_slack = torch.where(empty, 0.0, bucket), torch.where(empty, 0.0, bucket_slack)
-    lower = (kept + bucket - slack - bucket_slack).clamp_min(0)
-
-    most = mass + mass_error
-    upper = torch.full_like(kept, torch.inf)
+    ratio = torch.where(mass == 0, 0.0, tail) - torch.where(old_mass == 0, 0.0, old_tail)
+    bucket = mass * ratio
+    slack = slack + error * (1 + ratio.abs() + mass / old_mass.clamp_min(32 * epsilon))
+    most = mass + error
+    upper = torch.full_like(kl, torch.inf)
     if old.log_tail_min is not None:
         least = old.log_tail_min.double()
         least = least - 8 * epsilon * (4 + least.abs())
         # Convex in the mass and zero without any, so the largest possible mass is the worst one.
-        upper = kept + slack + (most * (most.log() - least)).clamp_min(0)
+        upper = kl - bucket + slack + (most * (most.log() - least)).clamp_min(0)
     if ratio_range is not None:
         spread = ratio_range.double().square() / 8
-        upper = torch.minimum(upper, kept + bucket + slack + bucket_slack + most * spread)
-        upper = torch.minimum(upper, spread)
-    upper = torch.where(empty, kept + slack, upper)
-    # An id or a tail that the old policy cannot produce: no finite bound holds.
-    impossible = torch.isinf(kept) | (torch.isneginf(old_tail) & ~empty & (mass > mass_error))
-    return torch.where(impossible, torch.inf, lower), torch.where(impossible, torch.inf, upper.clamp_min(0))
-
-
-def _bucket(
-    mass: Tensor, log_mass: Tensor, old_mass: Tensor, old_log_mass: Tensor, error: float
-) -> tuple[Tensor, Tensor]:
-    """m log(m / n) of the tails, and how far it may be off if both masses are by `error`."""
-    ratio = torch.where(mass == 0, 0.0, log_mass) - torch.where(
-        torch.isneginf(old_log_mass), 0.0, old_log_mass
-    )
-    value = mass * ratio
-    slack = error * (1 + ratio.abs() + mass / old_mass.clamp_min(error))
-    return value, slack
+        upper = torch.minimum(upper, torch.minimum(kl + slack + most * spread, spread))
+    upper = torch.where(empty, kl + slack, upper)
+    impossible = torch.isinf(kl)  # an id or a tail that the old policy cannot produce: no bound holds
+    lower, upper = (kl - slack).clamp_min(0), upper.clamp_min(0)
+    return torch.where(impossible, torch.inf, lower), torch.where(impossible, torch.inf, upper)
