@@ -2,6 +2,7 @@
 
 from tether.projection.categorical import CategoricalProjection, project_categorical
 from tether.projection.certificate import Certificate, certify
+from tether.projection.compact import CompactLogProbs
 from tether.projection.divergence import kl_categorical
 from tether.projection.gaussian import (
     GaussianProjection,
@@ -17,6 +18,7 @@ from tether.projection.sparse import SparseLogProbs, SparseProjection, project_s
 __all__ = [
     "CategoricalProjection",
     "Certificate",
+    "CompactLogProbs",
     "GaussianProjection",
     "SparseLogProbs",
     "SparseProjection",

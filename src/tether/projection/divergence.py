@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,11 @@ def log_softmax(logits: Tensor) -> Tensor:
     """Normalised logits; the sum stays exact over vocabularies where torch.log_softmax drifts."""
     largest, log_sum, _ = log_partition(logits)
     return (logits - largest).sub_(log_sum)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) of numbers below zero, by the form that keeps its digits (Maechler 2012)."""
+    return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
 def where(condition: Tensor | None, values: Tensor, other: Tensor | float) -> Tensor:

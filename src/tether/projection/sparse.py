@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.categorical import Region, project_categorical
+from tether.projection.divergence import log1mexp
 from tether.projection.solve import may_ask
 
 Tail = Literal["bucket", "paper"]
@@ -130,10 +131,7 @@ class SparseLogProbs:
         log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
         log_kept = _logsumexp(log_probs)
         epsilon = torch.finfo(log_probs.dtype).eps
-        # log(1 - e^x) by the form that keeps its digits (Maechler 2012).
-        x = log_kept.clamp_max(-epsilon)
-        log_tail = torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
-        log_tail = log_tail.clamp_min(math.log(epsilon))
+        log_tail = log1mexp(log_kept.clamp_max(-epsilon)).clamp_min(math.log(epsilon))
         if vocabulary_size is not None and ids.shape[-1] >= vocabulary_size:
             whole = (ids != EMPTY).sum(-1) >= vocabulary_size
             log_tail = torch.where(whole, -torch.inf, log_tail)
