@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Relative tolerance on the divergence. float32 sums over a vocabulary cannot do much better than
 # 1e-5; float64 leaves room below the 1e-9 that is promised outside.
-_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 # Typical rows need 2-3 evaluations. The first is spent on extreme rows of a device that can stop
 # early, the second is always spent on one that cannot (asking would stall its queue).
@@ -61,7 +61,7 @@ def solve_increasing(
         >>> round(x.item(), 6)
         1.414214
     """
-    tolerance = _TOLERANCE[bound.dtype] if tolerance is None else tolerance
+    tolerance = TOLERANCE[bound.dtype] if tolerance is None else tolerance
     resolution = 2 * torch.finfo(bound.dtype).eps
     may_stop_early = may_ask(bound)
     root_of_bound = bound.sqrt()

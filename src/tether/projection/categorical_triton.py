@@ -1,0 +1,55 @@
+"""The projection of token distributions as one kernel: a program a row, everything in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tether.projection.categorical_triton_kernels import project_backward_kernel, project_kernel
+from tether.projection.solve import TOLERANCE
+
+
+def project_rows(new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected log-probabilities [N, V], step [N] and KL before the projection [N]; see `_Project`."""
+    return _ProjectRows.apply(new, old, kl_bound)
+
+
+class _ProjectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        new, old, bound = new.contiguous(), old.contiguous(), new.new_full((1,), kl_bound)
+        log_probs, step, kl = torch.empty_like(new), new.new_empty(len(new)), new.new_empty(len(new))
+        constrained = torch.empty_like(step, dtype=torch.int8)
+        numbers = torch.finfo(new.dtype)
+        with torch.cuda.device_of(new):
+            project_kernel[(len(new),)](
+                new, old, bound, log_probs, step, kl, constrained, new.shape[-1],
+                TOLERANCE=TOLERANCE[new.dtype], EPSILON=numbers.eps, TINY=numbers.tiny, **_sizes(new),
+            )  # fmt: skip
+        ctx.save_for_backward(new, old, bound, step, kl, constrained)
+        ctx.mark_non_differentiable(step, kl)
+        return log_probs, step, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        new, *saved = ctx.saved_tensors
+        grad, grad_in = grad.contiguous(), torch.empty_like(new)
+        with torch.cuda.device_of(new):
+            project_backward_kernel[(len(new),)](
+                new, *saved, grad, grad_in, new.shape[-1], TINY=torch.finfo(new.dtype).tiny, **_sizes(new)
+            )
+        return grad_in, None, None
+
+
+def _sizes(rows: Tensor) -> dict[str, int]:
+    """The outcomes a program has room for, and its warps: about 8 outcomes a thread."""
+    width = triton.next_power_of_2(rows.shape[-1])
+    return {"WIDTH": width, "num_warps": min(16, max(1, width // 256))}

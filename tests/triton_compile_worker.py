@@ -1,0 +1,108 @@
+"""Compile every kernel for a Hopper GPU, which needs none; started by test_triton_compiles.py.
+
+Prints a line of JSON a kernel: its name, bytes of machine code, bytes spilled from registers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tether.ops import rows_triton_kernels as rows
+from tether.ops.rows_triton import _warps
+from tether.projection import categorical_triton_kernels as categorical
+
+F32, BF16, I32, I64 = "*fp32", "*bf16", "*i32", "*i64"
+HEAD: dict[str, Any] = {"SCALE": 0.7, "CAP": 30.0, "HAS_BIAS": True}
+NUMBERS = torch.finfo(torch.float32)
+TINY = {"TINY": NUMBERS.tiny, "WIDTH": 512}
+
+#: kernel, warps, types of its pointers, compiled-in values; whole numbers are 32 bits wide.
+CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
+    (
+        rows.reduce_kernel,
+        8,
+        {"raw": F32, "bias": BF16, "ids": I64, **dict.fromkeys(("log_probs", "maxima", "largest"), F32)}
+        | {"log_total": F32, "entropy": F32},
+        {**HEAD, "GROUP": 64, "BLOCK": 4096, "BLOCK_IDS": 64, "slots": 1},
+    ),
+    (
+        rows.select_kernel,
+        _warps(8192),
+        {"values": F32, "bias": BF16, "groups": I32, "picked": I32, "picked_values": F32},
+        {**HEAD, "GROUP": 32, "WIDTH": 8192},
+    ),
+    (
+        rows.select_kernel,
+        _warps(4096),
+        {"values": F32, "picked": I32},
+        {"bias": None, "groups": None, "picked_values": None, "SCALE": 1.0, "CAP": 0.0, "HAS_BIAS": False}
+        | {"GROUP": 0, "WIDTH": 4096},
+    ),
+    (
+        rows.gradient_kernel,
+        8,
+        {"raw": F32, "bias": BF16, "grad": BF16}
+        | dict.fromkeys(("log_sum", "entropy", "total", "grad_entropy"), F32),
+        {**HEAD, "BLOCK": 4096},
+    ),
+    (
+        rows.gradient_at_ids_kernel,
+        4,
+        {"raw": F32, "bias": BF16, "ids": I64, "arrived": F32, "at_ids": F32}
+        | dict.fromkeys(("log_sum", "entropy", "total"), F32),
+        # A lone id a row, which Triton compiles in: what a loss without a support asks for.
+        {**HEAD, "BLOCK": 64, "grad_entropy": None, "slots": 1},
+    ),
+    (rows.scatter_kernel, 1, {"grad": BF16, "ids": I64, "at_ids": F32}, {"BLOCK": 64}),
+    (
+        categorical.project_kernel,
+        2,
+        dict.fromkeys(("new", "old", "bound", "log_probs", "step", "kl"), F32) | {"constrained": "*i8"},
+        {**TINY, "TOLERANCE": 1e-5, "EPSILON": NUMBERS.eps},
+    ),
+    (
+        categorical.project_backward_kernel,
+        2,
+        dict.fromkeys(("new", "old", "bound", "step", "kl", "upstream", "grad"), F32)
+        | {"constrained": "*i8"},
+        TINY,
+    ),
+]
+
+
+def compile_for_hopper(kernel: Any, warps: int, pointers: dict[str, str], settings: dict[str, Any]) -> bytes:
+    """Machine code of a kernel."""
+    signature = {
+        name: "constexpr" if name in settings else pointers.get(name, "i32") for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=settings)
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]  # type: ignore[no-any-return]
+
+
+def spilled_bytes(code: bytes) -> int:
+    """What a thread keeps in memory because it has no register for it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", report.stdout).group(1))  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        machine_code = compile_for_hopper(*case)
+        size, spilled = len(machine_code), spilled_bytes(machine_code)
+        sys.stdout.write(json.dumps({"name": case[0].__name__, "bytes": size, "spilled": spilled}) + "\n")
