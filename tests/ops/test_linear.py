@@ -60,7 +60,8 @@ def test_each_output_alone_has_the_gradient_of_finite_differences(output: str) -
         return getattr(result, output)
 
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    assert torch.autograd.gradcheck(function, leaves, atol=1e-7)
+    # The second backward pass forms the logits again, from the rows with gradient alone: other roundings.
+    assert torch.autograd.gradcheck(function, leaves, atol=1e-7, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,11 +2,12 @@
 
 The [tokens, vocabulary] logits of a batch are the largest tensor of LLM training and are never
 needed as a whole. They are formed here for a block of tokens at a time, reduced to what was asked
-for, and formed again in the backward pass.
+for, and formed again in the backward pass, unless a single block holds all tokens: then it is kept.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def linear_log_probs(
         logits = softcap * tanh(logit_scale * raw / softcap) / temperature     # softcap optional
         log_probs = logits.log_softmax(-1).gather(-1, ids)
 
-    Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them) and
+    Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them; a batch
+    that has no more keeps them from the forward pass to the backward pass, which then spares a product) and
     a few blocks that fit its cache. An accelerator holds the logits of 1024 tokens (of more if 2^24 are
     more): with the Triton kernels, their gradient beside them if it is in half precision; without, up to
     five times as much. A half-precision head is widened 4096 rows at a time, or not at all where the
@@ -151,6 +153,28 @@ def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
     return rows_triton
 
 
+class _KeptLogits:
+    """One batch of logits at most is kept from a forward pass for its backward pass.
+
+    A micro-batch that fits the workspace is then never multiplied with the head a second time. More than one
+    graph may be alive, a chunk of tokens each, and their logits together would be what must not be held.
+    """
+
+    def __init__(self) -> None:
+        self._kept: weakref.ref[Tensor] | None = None
+
+    def offer(self, logits: Tensor, tokens: int) -> Tensor | None:
+        """The logits of all tokens, to be kept, or None if they are not all of them or others are kept."""
+        whole = may_ask(logits) and 0 < tokens <= logits.shape[0]
+        if not whole or (self._kept is not None and self._kept() is not None):
+            return None
+        self._kept = weakref.ref(logits)
+        return logits
+
+
+_KEPT = _KeptLogits()
+
+
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -165,6 +189,7 @@ class _LinearLogProbs(torch.autograd.Function):
         with_min: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.kept_logits = None
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
@@ -173,6 +198,8 @@ class _LinearLogProbs(torch.autograd.Function):
             for block in _token_blocks(hidden, vocabulary):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
+        if any(ctx.needs_input_grad[:3]) and kernels is plain_rows:
+            ctx.kept_logits = _KEPT.offer(buffer, hidden.shape[0])
         ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
         ctx.head, ctx.kernels = head, kernels
         ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits, found.smallest)
@@ -192,22 +219,15 @@ class _LinearLogProbs(torch.autograd.Function):
             (ids, grad_log_probs),
             (top_ids, grad_top),
         )
-        rows = _rows_with_gradient(upstream)
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
             grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
-            count = hidden.shape[0] if rows is None else rows.shape[0]
-            buffer = _workspace(hidden, weight.shape[0], count, log_sum.dtype)
-            for block in _row_blocks(rows, hidden, weight.shape[0]):
-                block_hidden = hidden[block]
-                grad = ctx.kernels.gradient_block(
-                    ctx.head, block_hidden, weight, bias, buffer, upstream.at(block)
-                )
+            for block, grad in _gradient_blocks(ctx, hidden, weight, bias, upstream):
                 if grad_hidden is not None:
                     grad_hidden[block] = times_weight(grad, weight, log_sum.dtype)
                 if grad_weight is not None:
-                    add_weight_gradient(grad_weight, grad, block_hidden)
+                    add_weight_gradient(grad_weight, grad, hidden[block])
                 if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return (
@@ -216,6 +236,28 @@ class _LinearLogProbs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+def _gradient_blocks(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream
+) -> Iterator[tuple[Any, Tensor]]:
+    """Which tokens, and the gradient that reaches the head's output for them: of all that received any."""
+    rows = _rows_with_gradient(upstream)
+    count = hidden.shape[0] if rows is None else rows.shape[0]
+    logits, ctx.kept_logits = ctx.kept_logits, None  # spoiled here: another backward pass forms them again
+    if logits is None:
+        buffer = _workspace(hidden, weight.shape[0], count, upstream.log_sum.dtype)
+        for block in _row_blocks(rows, hidden, weight.shape[0]):
+            block_upstream = upstream.at(block)
+            yield (
+                block,
+                ctx.kernels.gradient_block(ctx.head, hidden[block], weight, bias, buffer, block_upstream),
+            )
+    elif rows is None:
+        yield slice(None), plain_rows.gradient_of_logits(ctx.head, logits, upstream)
+    elif count:
+        logits = plain_rows.keep_rows(logits, rows)
+        yield rows, plain_rows.gradient_of_logits(ctx.head, logits, upstream.at(rows))
 
 
 def _empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:
@@ -236,7 +278,7 @@ def _empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> R
 
 
 def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
-    """Rows that received gradient; None (all of them) where asking would stall an accelerator."""
+    """Rows that received gradient; None if all did, and where asking would stall an accelerator."""
     if not may_ask(upstream.total):
         return None
     touched = upstream.total != 0
@@ -244,7 +286,7 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
         touched |= upstream.grad_entropy != 0
     for _, grad in upstream.gathered:
         touched |= (grad != 0).any(-1)
-    return touched.nonzero().squeeze(-1)
+    return None if bool(touched.all()) else touched.nonzero().squeeze(-1)
 
 
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:

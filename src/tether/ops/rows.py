@@ -84,7 +84,7 @@ def gather_upstream(
 def reduce_block(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, buffer: Tensor, out: Reduced
 ) -> None:
-    """Reduce the logits of a block of tokens to what `out` has room for."""
+    """Reduce the logits of a block of tokens to what `out` has room for; a CPU leaves them in `buffer`."""
     logits = head.logits(hidden, weight, bias, buffer)
     for rows in _cached_rows(logits):
         smallest = _smallest(logits[rows], head, out)
@@ -97,14 +97,25 @@ def gradient_block(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, upstream: Upstream
 ) -> Tensor:
     """Gradient that reaches the head's raw output for a block of tokens, [n, V]."""
-    grad = head.logits(hidden, weight, bias, buffer)
-    for part in _cached_rows(grad):
-        slope = head.slope(grad[part])
-        _logits_to_gradient(grad[part], upstream.at(part))
-        grad[part].mul_(slope)
+    return gradient_of_logits(head, head.logits(hidden, weight, bias, buffer), upstream)
+
+
+def gradient_of_logits(head: Head, logits: Tensor, upstream: Upstream) -> Tensor:
+    """The same from transformed logits, which it overwrites."""
+    for part in _cached_rows(logits):
+        slope = head.slope(logits[part])
+        _logits_to_gradient(logits[part], upstream.at(part))
+        logits[part].mul_(slope)
     if head.vocabulary_size is not None:  # padding is -inf whatever the weights
-        grad[:, head.vocabulary_size :] = 0
-    return grad
+        logits[:, head.vocabulary_size :] = 0
+    return logits
+
+
+def keep_rows(logits: Tensor, rows: Tensor) -> Tensor:
+    """Move some rows, in rising order, to the front: ``logits[rows]`` without a second buffer."""
+    for at in _cached_rows(logits[: rows.shape[0]]):
+        logits[at] = logits[rows[at]]
+    return logits[: rows.shape[0]]
 
 
 def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
@@ -123,7 +134,7 @@ def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
 
 
 def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
-    """What the forward pass returns of a few rows, whose logits it spoils."""
+    """What the forward pass returns of a few rows, whose logits it spoils on an accelerator."""
     grouped = bool(top_k) and logits.shape[-1] >= GROUP
     maxima = group_maxima(logits) if grouped else logits
     largest = maxima.amax(-1, keepdim=True)
@@ -136,7 +147,7 @@ def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
         top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
     top_logits = logits.gather(-1, top_ids)
     # Measured from the largest logit, nothing below cancels.
-    shifted = logits.sub_(largest)
+    shifted = logits - largest if may_ask(logits) else logits.sub_(largest)
     log_probs = _gather(shifted, ids)
     weights = shifted.exp()
     total = weights.sum(-1)
