@@ -129,6 +129,11 @@ def _keep_gradients(worker: TrainingWorker) -> None:
     worker.engine.optimizer_step = optimizer_step
 
 
+def acting(**settings: Any) -> TROLLPolicyLossConfig:
+    """TROLL with a ball so small that one step of the tiny model leaves it."""
+    return TROLLPolicyLossConfig(**{"troll_kl_bound": 0.002, **settings})
+
+
 def unclipped() -> PolicyLossConfig:
     """verl's vanilla loss."""
     return PolicyLossConfig(loss_mode="vanilla")

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from actor import NO_CLIP, Rollouts, gradients, jagged, largest_difference, make_actor, parameters, unclipped
+from actor import (
+    NO_CLIP,
+    Rollouts,
+    acting,
+    gradients,
+    jagged,
+    largest_difference,
+    make_actor,
+    parameters,
+    unclipped,
+)
 
 from tether.integrations.verl import TROLLPolicyLossConfig
 
@@ -58,7 +68,7 @@ def test_micro_batches_change_nothing(model: Path) -> None:
     """Loss, gradients and metrics of a mini-batch are the same however it is cut."""
     rollouts, results = Rollouts.scripted(), []
     for micro_batch in (1, 4):
-        settings = TROLLPolicyLossConfig(troll_top_k=8, troll_kl_bound=0.005)
+        settings = acting(troll_top_k=8)
         actor = make_actor(model, settings, micro_batch=micro_batch)
         old = rollouts.score(actor)
         rollouts.update(actor, old)
@@ -80,7 +90,7 @@ def test_dynamic_batches_keep_each_token_with_its_distribution(model: Path) -> N
             "max_token_len_per_gpu": 24,
             "infer_max_token_len_per_gpu": 24,
         }
-        actor = make_actor(model, TROLLPolicyLossConfig(troll_top_k=8), engine_settings=engine)
+        actor = make_actor(model, acting(troll_top_k=8), engine_settings=engine)
         old = rollouts.score(actor)
         rollouts.update(actor, old)
         results.append((old, rollouts.update(actor, old)["loss"]))
@@ -96,7 +106,7 @@ def test_a_batch_of_which_nothing_counts_moves_nothing(model: Path) -> None:
     rollouts = Rollouts.scripted()
     rollouts.masks = [torch.zeros_like(mask) for mask in rollouts.masks]
     rollouts.masks[0][0] = 1  # verl divides by the count of the whole batch
-    actor = make_actor(model, TROLLPolicyLossConfig(), micro_batch=1, learning_rate=1e-2)
+    actor = make_actor(model, acting(), micro_batch=1, learning_rate=1e-2)
     old = rollouts.score(actor)
     for _ in range(2):
         metrics = rollouts.update(actor, old)
@@ -107,11 +117,11 @@ def test_a_batch_of_which_nothing_counts_moves_nothing(model: Path) -> None:
 def test_tokens_rejected_after_scoring_are_left_out(model: Path) -> None:
     """Rejection sampling masks tokens between the old pass and the update."""
     rollouts = Rollouts.scripted()
-    actor = make_actor(model, TROLLPolicyLossConfig())
+    actor = make_actor(model, acting())
     old = rollouts.score(actor)
     rollouts.masks[2][:] = 0
     kept = rollouts.update(actor, old)["loss"]
-    fresh = make_actor(model, TROLLPolicyLossConfig())
+    fresh = make_actor(model, acting())
     assert kept == pytest.approx(rollouts.update(fresh, rollouts.score(fresh))["loss"], abs=1e-6)
 
 
@@ -119,7 +129,7 @@ def test_half_precision_logits_give_float32_results(model: Path) -> None:
     """Old and new log-probabilities of the same weights agree to float32, not to bfloat16's steps."""
     rollouts = Rollouts.scripted()
     half = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
-    actor = make_actor(model, TROLLPolicyLossConfig(), engine_settings=half)
+    actor = make_actor(model, acting(), engine_settings=half)
     metrics = rollouts.update(actor, rollouts.score(actor))
     assert metrics["actor/troll/ratio_max"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["actor/troll/kl_max"] < 1e-6

@@ -237,4 +237,5 @@ class _Layout:
 
     def flatten(self, tokens: ProjectedTokens) -> ProjectedTokens:
         """Every [B, T] of the result as [1, N]."""
-        return ProjectedTokens(**{name: value[self.mask][None] for name, value in vars(tokens).items()})
+        values = vars(tokens).items()
+        return ProjectedTokens(**{n: None if v is None else v[self.mask][None] for n, v in values})

@@ -1,0 +1,118 @@
+"""LoRA, gradient checkpointing, mini-batches and checkpoints: what verl's engine does around the loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from actor import NO_CLIP, Rollouts, acting, gradients, largest_difference, make_actor, parameters, unclipped
+from verl.utils import tensordict_utils as tu
+
+from tether.integrations.verl import TROLLPolicyLossConfig
+
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def test_lora_follows_verls_unclipped_loss(model: Path) -> None:
+    rollouts = Rollouts.scripted()
+    boundless = TROLLPolicyLossConfig(troll_kl_bound=math.inf, troll_alpha=0.0)
+    torch.manual_seed(3)  # adapters start at random
+    ours = make_actor(model, boundless, model_settings=LORA)
+    torch.manual_seed(3)
+    theirs = make_actor(model, unclipped(), model_settings=LORA, **NO_CLIP)
+    start = parameters(ours)
+    old, their_old = rollouts.score(ours), rollouts.score(theirs)
+    for _ in range(3):
+        assert rollouts.update(ours, old)["loss"] == pytest.approx(
+            rollouts.update(theirs, their_old)["loss"], abs=1e-5
+        )
+    assert largest_difference(parameters(ours), parameters(theirs)) < 1e-5
+    moved = {
+        name for name, value in parameters(ours).items() if (value - start[name]).abs().max().item() > 1e-4
+    }
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_the_reference_pass_of_a_lora_actor_records_nothing(model: Path) -> None:
+    """The actor without its adapter is the reference policy, whose distributions are not the old ones."""
+    rollouts = Rollouts.scripted()
+    actor = make_actor(model, acting(), model_settings=LORA)
+    scored = actor.infer_batch(
+        rollouts.batch(calculate_entropy=False, compute_loss=False, no_lora_adapter=True)
+    )
+    assert not [name for name in scored.keys() if name.startswith("troll")]  # noqa: SIM118
+    assert "troll_old_ids" in rollouts.score(actor)
+
+
+def test_a_second_scoring_of_the_same_batch_leaves_the_old_policy_alone(model: Path) -> None:
+    rollouts = Rollouts.scripted()
+    actor = make_actor(model, acting())
+    batch = rollouts.batch(rollouts.score(actor), calculate_entropy=False, compute_loss=False)
+    scored = actor.infer_batch(batch)
+    assert not [name for name in scored.keys() if name.startswith("troll")]  # noqa: SIM118
+
+
+def test_gradient_checkpointing_changes_nothing(model: Path) -> None:
+    rollouts, results = Rollouts.scripted(), []
+    for checkpointing in (False, True):
+        actor = make_actor(model, acting(), model_settings={"enable_gradient_checkpointing": checkpointing})
+        old = rollouts.score(actor)
+        rollouts.update(actor, old)
+        results.append((rollouts.update(actor, old)["loss"], gradients(actor)))
+    (first, first_gradients), (second, second_gradients) = results
+    assert first == pytest.approx(second, abs=1e-6)
+    assert largest_difference(first_gradients, second_gradients) < 1e-5
+
+
+def test_mini_batches_and_epochs_carry_their_distributions_along(model: Path) -> None:
+    """verl's own loop over shuffled mini-batches, against the same updates one by one."""
+    rollouts = Rollouts.scripted(8)
+    loop = make_actor(model, acting(troll_top_k=8))
+    old = rollouts.score(loop)
+    output = loop.train_mini_batch(
+        rollouts.batch(
+            old,
+            calculate_entropy=False,
+            global_batch_size=4,
+            mini_batch_size=4,
+            epochs=2,
+            seed=42,
+            dataloader_kwargs={"shuffle": False},
+        )
+    )
+    metrics = tu.get(output, "metrics")
+    assert len(metrics["actor/troll/kl_mean"]) == 4
+
+    single = make_actor(model, acting(troll_top_k=8))
+    halves = [rollouts.part(slice(0, 4)), rollouts.part(slice(4, 8))]
+    scored = [half.score(single) for half in halves]
+    expected = [
+        half.update(single, part)["actor/troll/kl_mean"]
+        for _ in range(2)
+        for half, part in zip(halves, scored, strict=True)
+    ]
+    assert [float(value) for value in metrics["actor/troll/kl_mean"]] == pytest.approx(expected, abs=1e-5)
+    assert largest_difference(parameters(loop), parameters(single)) < 1e-5
+    assert expected[0] < 1e-6 < expected[-1]
+
+
+def test_a_resumed_actor_takes_the_same_steps(model: Path, tmp_path: Path) -> None:
+    """verl's checkpoint of weights, optimiser and schedule; TROLL itself keeps no state between batches."""
+    rollouts, later = Rollouts.scripted(), Rollouts.scripted(seed=2)
+    straight = make_actor(model, acting())
+    old = rollouts.score(straight)
+    for _ in range(2):
+        rollouts.update(straight, old)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"), global_step=2)
+
+    resumed = make_actor(model, acting())
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    for actor in (straight, resumed):
+        scored = later.score(actor)
+        for _ in range(2):
+            later.update(actor, scored)
+    assert largest_difference(parameters(straight), parameters(resumed)) == 0

@@ -1,0 +1,73 @@
+"""FSDP2 on two processes: verl's course, and one process's course with the whole batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from actor import Rollouts, acting, make_actor, parameters
+from safetensors.torch import load_file
+from two_ranks_worker import CASES, UPDATES
+
+WORKER = Path(__file__).with_name("two_ranks_worker.py")
+
+
+@pytest.fixture(scope="module")
+def together(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder two processes filled; started once, for their imports take longer than their work."""
+    output = tmp_path_factory.mktemp("two")
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(model), str(output)],
+            cwd=WORKER.parent,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": "0"},
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [worker.wait(timeout=250) for worker in workers]
+    finally:
+        for worker, log in zip(workers, logs, strict=True):
+            worker.kill()
+            log.close()
+    tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
+    assert codes == [0, 0], tails
+    return output
+
+
+def _numbers(together: Path, rank: int) -> dict[str, float]:
+    return json.loads((together / f"numbers-{rank}.json").read_text())
+
+
+def test_without_bound_two_processes_follow_verls_unclipped_loss(together: Path) -> None:
+    for rank in range(2):
+        assert _numbers(together, rank)["to verl"] < 1e-5
+        assert _numbers(together, rank)["moved"] > 1e-3
+
+
+@pytest.mark.parametrize("mode", CASES)
+def test_two_processes_do_what_one_does_with_the_whole_batch(together: Path, model: Path, mode: str) -> None:
+    rollouts = Rollouts.scripted()
+    alone = make_actor(model, acting(**CASES[mode]), loss_agg_mode=mode)
+    old = rollouts.score(alone)
+    for step in range(UPDATES):
+        metrics = rollouts.update(alone, old)
+        for rank in range(2):
+            numbers = _numbers(together, rank)
+            for name, value in metrics.items():
+                if name == "loss" or (name.startswith("actor/troll/")):
+                    assert numbers[f"{mode} {step} {name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert metrics["actor/troll/projected"] > 0.2
+    for rank in range(2):
+        sharded = load_file(together / f"{mode}-{rank}.safetensors")
+        for name, expected in parameters(alone).items():
+            torch.testing.assert_close(sharded[name], expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,58 @@
+"""Run on each of two processes: train on half of every batch and write what came out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from actor import NO_CLIP, Rollouts, acting, largest_difference, make_actor, parameters, unclipped
+from safetensors.torch import save_file
+
+from tether.integrations.verl import TROLLPolicyLossConfig
+
+UPDATES = 3
+CASES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "seq-mean-token-mean": {"troll_region": "sequence"},
+}
+
+
+def halves(rank: int) -> Rollouts:
+    return Rollouts.scripted().part(slice(2 * rank, 2 * rank + 2))
+
+
+def main(model: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group(
+        "gloo", rank=rank, world_size=2, init_method=f"file://{output / 'meeting'}"
+    )
+    rollouts, numbers = halves(rank), {}
+    boundless = TROLLPolicyLossConfig(troll_kl_bound=math.inf, troll_alpha=0.0)
+    ours = make_actor(model, boundless)
+    theirs = make_actor(model, unclipped(), **NO_CLIP)
+    start = parameters(ours)
+    old, their_old = rollouts.score(ours), rollouts.score(theirs)
+    for _ in range(UPDATES):
+        rollouts.update(ours, old, world_size=2)
+        rollouts.update(theirs, their_old, world_size=2)
+    numbers["to verl"] = largest_difference(parameters(ours), parameters(theirs))
+    numbers["moved"] = largest_difference(parameters(ours), start)
+    for mode, settings in CASES.items():
+        actor = make_actor(model, acting(**settings), loss_agg_mode=mode)
+        old = rollouts.score(actor)
+        for step in range(UPDATES):
+            metrics = rollouts.update(actor, old, world_size=2)
+            numbers |= {f"{mode} {step} {n}": v for n, v in metrics.items() if "troll" in n or n == "loss"}
+        save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
+    (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
