@@ -72,10 +72,11 @@ def _llm_train(arguments: list[str]) -> None:
 
 
 def _llm_eval(arguments: list[str]) -> None:
-    from tether.llm.config import EvalConfig
+    from tether.llm.eval_config import EvalConfig
 
     config = _parse(EvalConfig, "tether llm eval", arguments)
-    from tether.llm.evaluate import evaluate, print_evaluation
+    from tether.llm.evaluate import evaluate
+    from tether.llm.evaluation_table import print_evaluation
 
     print_evaluation(config, evaluate(config))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
 import subprocess
@@ -162,33 +161,6 @@ def test_gspo_has_clip_ranges_of_its_own(tmp_path):
 def test_a_comparison_needs_distinct_methods_and_seeds():
     with pytest.raises(ConfigError, match="repeat"):
         CompareConfig(seeds=(0, 0))
-
-
-def test_evaluation_from_the_command_writes_every_verdict(tmp_path, uninterrupted, capsys):
-    from tether.llm.config import EvalConfig
-    from tether.llm.evaluate import evaluate, print_evaluation
-
-    settings = EvalConfig(
-        model=str(uninterrupted / "model"),
-        task="arithmetic",
-        problems=10,
-        samples=3,
-        threads=1,
-        output=tmp_path / "verdicts.jsonl",
-    )
-    result = evaluate(settings)
-    rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
-    sampled = [row for row in rows if not row["greedy"]]
-    assert len(sampled) == 30
-    assert len(rows) == 40
-    assert all(row["correct"] == (row["response"] == row["reference"]) for row in rows)
-    assert result.success == sum(row["correct"] for row in sampled) / 30
-    by_problem = [
-        sum(row["correct"] for row in sampled if row["problem"] == index) / 3 for index in range(10)
-    ]
-    assert result.problem_success() == pytest.approx(by_problem)
-    print_evaluation(settings, result)
-    assert f"{result.success:.1%}" in capsys.readouterr().out
 
 
 def test_a_comparison_skips_what_is_finished_and_reports(tmp_path, capfd):

@@ -233,43 +233,6 @@ class TrainConfig:
         return settings
 
 
-@dataclass(frozen=True)
-class EvalConfig:
-    """Success of a model on held-out problems."""
-
-    model: str = "embedded"
-    """"embedded", a folder (a run's checkpoint/model, say), or a name on the hub."""
-    task: str = "chained"
-    """Which problems."""
-    task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of the task."""
-    split: Literal["validation", "test"] = "test"
-    """Which held-out problems; keep test for the end."""
-    problems: int = 500
-    """How many."""
-    samples: int = 4
-    """Sampled responses to each; one greedy response is always measured besides."""
-    temperature: float = 1.0
-    """Sampling temperature."""
-    max_response_tokens: int | None = None
-    """Longest response; by default what suits the task."""
-    batch_size: int = 256
-    """Responses generated at a time."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Type of the weights."""
-    seed: int = 0
-    """Seed of problems and samples."""
-    output: Path | None = None
-    """JSONL file to write every response and verdict to."""
-    threads: int | None = None
-    """Torch threads; by default one a core."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot work."""
-        for name in ("problems", "samples", "batch_size"):
-            _at_least_one(name, getattr(self, name))
-
-
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}.")

@@ -1,21 +1,31 @@
-"""How often a model solves held-out problems."""
+"""How often a model solves held-out problems: inside training, and as a command of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.experiments.files import atomic_write_text, dump_json_lines
-from tether.experiments.statistics import bootstrap_interval, proportion_interval
-from tether.llm.config import EvalConfig
+import torch
+
+from tether.errors import CheckpointError
+from tether.experiments.files import atomic_write_json, dump_json, load_json
+from tether.llm.answers import Examinee, Row, collect_answers
+from tether.llm.eval_config import EvalConfig
 from tether.llm.generate import Response, answer
+from tether.llm.measures import Difference, Summary, difference, summarise_problems
 from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
 from tether.llm.tasks.training import closing, verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CONFIG_FILE, RESULTS_FILE = "config.json", "results.json"
 
 
 @dataclass(frozen=True)
@@ -29,15 +39,7 @@ class Evaluation:
     reward: float
     """Mean reward of the sampled responses."""
     rows: list[dict[str, Any]]
-    """One entry a response: problem, prompt, reference, response, correct, reward, greedy."""
-
-    def problem_success(self) -> list[float]:
-        """Sampled success of each problem: what an interval over problems is made from."""
-        by_problem: dict[int, list[float]] = {}
-        for row in self.rows:
-            if not row["greedy"]:
-                by_problem.setdefault(row["problem"], []).append(float(row["correct"]))
-        return [sum(values) / len(values) for values in by_problem.values()]
+    """One entry a response: problem, prompt, reference, response, truncated, correct, reward, greedy."""
 
 
 def evaluate_model(
@@ -65,18 +67,13 @@ def evaluate_model(
             the task's unless given.
         chat_template_options: variables of the model's chat template.
     """
-    length = max_response_tokens or task.max_response_tokens
+    ask = functools.partial(
+        answer, model, tokenizer,
+        max_response_tokens=max_response_tokens or task.max_response_tokens,
+        batch_size=batch_size, seed=seed, chat_template_options=chat_template_options,
+    )  # fmt: skip
     prompts = [problem.prompt for problem in problems]
-    sampled = answer(
-        model, tokenizer, prompts * samples,
-        max_response_tokens=length, temperature=temperature, batch_size=batch_size, seed=seed,
-        chat_template_options=chat_template_options,
-    )  # fmt: skip
-    greedy = answer(
-        model, tokenizer, prompts,
-        max_response_tokens=length, temperature=None, batch_size=batch_size, seed=seed,
-        chat_template_options=chat_template_options,
-    )  # fmt: skip
+    sampled, greedy = ask(prompts * samples, temperature=temperature), ask(prompts, temperature=None)
     rows = _rows(task, list(problems) * samples, sampled, greedy=False, count=len(problems))
     greedy_rows = _rows(task, problems, greedy, greedy=True, count=len(problems))
     return Evaluation(
@@ -87,32 +84,128 @@ def evaluate_model(
     )
 
 
-def evaluate(config: EvalConfig) -> Evaluation:
-    """Load a model and measure it on a task's held-out problems, as `tether llm eval` does."""
+@dataclass(frozen=True)
+class TaskResult:
+    """One task, answered by one model or two."""
+
+    task: str
+    rows: dict[str, list[Row]]
+    """One a problem, in the same order for both."""
+    summaries: dict[str, Summary]
+    difference: Difference | None
+    """Model less baseline, where there is one."""
+
+
+def evaluate(config: EvalConfig) -> list[TaskResult]:
+    """Measure a model, and a baseline, on the held-out problems of tasks, as `tether llm eval` does.
+
+    With an output folder, every batch is kept (``<task>-<side>.jsonl``), the same call goes on after a kill
+    with the same outcome, and ``results.json`` and ``report.html`` are written at the end.
+
+    Raises:
+        CheckpointError: the output folder holds another measurement.
+        ConfigError, DataError: a model, task or data that cannot be had.
+    """
+    prepare_process(config.threads)
+    if config.output is not None:
+        _claim(config.output, config)
+    rows: dict[str, dict[str, list[Row]]] = {name: {} for name in config.task}
+    for side, model in config.models.items():
+        for name, answered in _answer_all(config, side, model).items():
+            rows[name][side] = answered
+    results = [_result(config, name, rows[name]) for name in config.task]
+    if config.output is not None:
+        _write_results(config, results, config.output)
+    return results
+
+
+def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row]]:
+    """All tasks by one model, loaded once, if anything is left to ask."""
+    loaded: list[Examinee] = []
+
+    def load() -> Examinee:
+        if not loaded:
+            loaded.append(_load(config, model))
+        return loaded[0]
+
+    answered = {}
+    for name in config.task:
+        task = make_task(name, **config.options_of(name))
+        problems = task.problems(config.split, config.problems, config.seed)
+        file = None if config.output is None else config.output / f"{name}-{side}.jsonl"
+        with closing(task), _progress(f"{model} on {name}", len(problems)) as done:
+            answered[name] = collect_answers(config, load, task, name, problems, file, done)
+    loaded.clear()
+    gc.collect()  # the next model may need the room
+    return answered
+
+
+def _load(config: EvalConfig, model: str) -> Examinee:
     from tether.llm.models import load_model_and_tokenizer
 
-    prepare_process(config.threads)
-    task = make_task(config.task, **config.task_options)
-    problems = task.problems(config.split, config.problems, config.seed)
-    model, tokenizer = load_model_and_tokenizer(config.model, dtype=config.dtype)
-    with closing(task):
-        evaluation = evaluate_model(
-            model, tokenizer, task, problems,
-            samples=config.samples, temperature=config.temperature,
-            max_response_tokens=config.max_response_tokens, batch_size=config.batch_size, seed=config.seed,
-        )  # fmt: skip
-    if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(config.output, dump_json_lines(evaluation.rows))
-    return evaluation
+    accelerated = config.device == "auto" and torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if accelerated else None
+    return Examinee(*load_model_and_tokenizer(model, dtype=config.dtype, device=device or "cpu"))
+
+
+def _claim(folder: Path, config: EvalConfig) -> None:
+    """Begin a measurement in a folder, or go on with the same one."""
+    file = folder / CONFIG_FILE
+    settings = load_json(dump_json(config.settings()))
+    if file.exists():
+        old = load_json(file.read_bytes())
+        changed = sorted(name for name in old.keys() | settings.keys() if old.get(name) != settings.get(name))
+        if changed:
+            listed = "; ".join(
+                f"{name}: {old.get(name)!r} then, {settings.get(name)!r} now" for name in changed
+            )
+            raise CheckpointError(
+                f"{folder} holds another measurement ({listed}). Use the same settings to go on with it, or "
+                "another output folder."
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(
+            f"{folder} is not empty and holds no measurement. Choose another output folder; nothing was "
+            "touched."
+        )
+    atomic_write_json(file, settings)
+
+
+def _result(config: EvalConfig, name: str, rows: dict[str, list[Row]]) -> TaskResult:
+    return TaskResult(
+        task=name,
+        rows=rows,
+        summaries={side: summarise_problems(answered, config.ks) for side, answered in rows.items()},
+        difference=difference(rows["model"], rows["baseline"], config.ks) if "baseline" in rows else None,
+    )
+
+
+def _write_results(config: EvalConfig, results: Sequence[TaskResult], folder: Path) -> None:
+    from tether.llm.evaluation_page import PAGE_FILE, write_page
+
+    content = {
+        result.task: {
+            **{side: _plain(asdict(summary)) for side, summary in result.summaries.items()},
+            **({} if result.difference is None else {"difference": _plain(asdict(result.difference))}),
+        }
+        for result in results
+    }
+    atomic_write_json(folder / RESULTS_FILE, content)
+    write_page(folder / PAGE_FILE, config, results)
+
+
+def _plain(values: Any) -> Any:
+    """JSON has text keys only."""
+    if isinstance(values, dict):
+        return {str(key): _plain(value) for key, value in values.items()}
+    return values
 
 
 def _rows(
     task: Task, problems: Sequence[Problem], responses: Sequence[Response], *, greedy: bool, count: int
 ) -> list[dict[str, Any]]:
-    verdicts = verify_all(
-        task, [response.text for response in responses], [problem.answer for problem in problems]
-    )
+    texts = [response.text for response in responses]
+    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
     return [
         {
             "problem": index % count,
@@ -132,24 +225,10 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
     return sum(float(row[name]) for row in rows) / len(rows)
 
 
-def print_evaluation(config: EvalConfig, evaluation: Evaluation) -> None:
-    """Show success as a table, with 95 % intervals over problems."""
-    from rich.console import Console
-    from rich.table import Table
+@contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error; in a log file, a line now and then."""
+    from tether.experiments import TrainingProgress
 
-    table = Table(title=f"{config.model} on {config.task} ({config.split})", title_justify="left")
-    for name in ("responses", "problems", "success", "95 % interval"):
-        table.add_column(name, justify="left" if name == "responses" else "right")
-    greedy = [float(row["correct"]) for row in evaluation.rows if row["greedy"]]
-    sampled = f"sampled, {config.samples} a problem, T = {config.temperature:g}"
-    for name, interval in (
-        (sampled, bootstrap_interval(evaluation.problem_success())),
-        ("greedy", proportion_interval(sum(greedy) / len(greedy), len(greedy))),
-    ):
-        table.add_row(
-            name,
-            str(len(greedy)),
-            f"{interval.value:.1%}",
-            f"{interval.low:.1%} to {interval.high:.1%}",
-        )
-    Console().print(table)
+    with TrainingProgress(total, label) as progress:
+        yield lambda count: progress.update(count)

@@ -50,7 +50,7 @@ pipeline_tag: text-generation
 ## Data
 
 Task `{config.task}`{_options(config)}. Rewards come from a program that checks the answer. \
-Evaluation uses problems of the validation split, which are not trained on.
+Evaluation uses problems of the {config.eval_split} split, which are not trained on.
 
 ## Results
 

@@ -1,0 +1,168 @@
+"""Problems answered and judged, kept a line a problem so that a kill costs one batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tether.errors import CheckpointError
+from tether.experiments.files import (
+    atomic_write_text,
+    dump_json_lines,
+    read_json_lines,
+    write_whole,
+)
+from tether.llm.eval_config import EvalConfig
+from tether.llm.generate import Response, answer, encode_prompt
+from tether.llm.scoring import score_tokens
+from tether.llm.tasks import Problem, Task, Verdict
+from tether.llm.tasks.training import verify_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Examinee:
+    """A loaded model that answers problems."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def collect_answers(
+    config: EvalConfig,
+    load: Callable[[], Examinee],
+    task: Task,
+    name: str,
+    problems: Sequence[Problem],
+    file: Path | None,
+    done: Callable[[int], None] = lambda count: None,
+) -> list[Row]:
+    """Have a model answer problems, each batch of them with random numbers of its own.
+
+    A row is ``{"problem": index, "prompt", "reference", "samples": [response, ...], "greedy": response or
+    None}``, a response ``{"text", "correct", "reward", "parts", "truncated", "length"}`` and, for one of each
+    problem, ``"tokens": [[text, log-probability, entropy], ...]``.
+
+    Args:
+        config: how to ask.
+        load: gives the model; not called when everything is answered already.
+        task: judges.
+        name: the task's name in the command; part of the seed.
+        problems: what to ask.
+        file: JSON lines to append every batch to; what is there is not asked again, and the rows are those
+            of a run nobody interrupted. None keeps nothing.
+        done: told how many problems are answered so far.
+
+    Raises:
+        CheckpointError: the file holds answers to other problems.
+    """
+    size = max(1, config.batch_size // max(1, config.samples))
+    rows = _answered(file, problems, size)
+    done(len(rows))
+    if len(rows) == len(problems):
+        return rows
+    examinee = load()
+    for start in range(len(rows), len(problems), size):
+        batch = problems[start : start + size]
+        fresh = _answer_batch(config, examinee, task, batch, start, _seed(config.seed, name, start))
+        if file is not None:
+            with file.open("ab", buffering=0) as lines:
+                write_whole(lines, dump_json_lines(fresh).encode())
+        rows += fresh
+        done(len(rows))
+    return rows
+
+
+def _answered(file: Path | None, problems: Sequence[Problem], size: int) -> list[Row]:
+    """The whole batches of an earlier attempt; the file is cut back to them."""
+    if file is None:
+        return []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = read_json_lines(file)
+    for row, problem in zip(found, problems, strict=False):
+        if row.get("prompt") != problem.prompt or row.get("reference") != problem.answer:
+            raise CheckpointError(
+                f"{file} holds answers to other problems (line {row.get('problem')}): the task's data "
+                "changed. Choose another output folder."
+            )
+    whole = found[: len(problems)] if len(found) >= len(problems) else found[: len(found) // size * size]
+    if file.exists():
+        atomic_write_text(file, dump_json_lines(whole))
+    return whole
+
+
+def _answer_batch(
+    config: EvalConfig, examinee: Examinee, task: Task, batch: Sequence[Problem], start: int, seed: int
+) -> list[Row]:
+    sampled = _ask(config, examinee, task, [p for p in batch for _ in range(config.samples)], seed, True)
+    greedy = _ask(config, examinee, task, list(batch), seed, False) if config.greedy else []
+    rows: list[Row] = []
+    for place, problem in enumerate(batch):
+        samples = sampled[place * config.samples : (place + 1) * config.samples]
+        rows.append({
+            "problem": start + place, "prompt": problem.prompt, "reference": problem.answer,
+            "samples": [row for _, row in samples], "greedy": greedy[place][1] if greedy else None,
+        })  # fmt: skip
+    if config.token_scores:
+        shown = greedy or sampled[:: config.samples]
+        _add_scores(config, examinee, batch, shown)
+    return rows
+
+
+def _ask(
+    config: EvalConfig, examinee: Examinee, task: Task, problems: Sequence[Problem], seed: int, sample: bool
+) -> list[tuple[Response, Row]]:
+    if not problems:
+        return []
+    responses = answer(
+        examinee.model, examinee.tokenizer, [problem.prompt for problem in problems],
+        max_response_tokens=config.max_response_tokens or task.max_response_tokens,
+        temperature=config.temperature if sample else None, batch_size=config.batch_size, seed=seed,
+        chat_template_options=config.chat_template_options,
+    )  # fmt: skip
+    texts = [response.text for response in responses]
+    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
+    return [
+        (response, _judged(response, verdict)) for response, verdict in zip(responses, verdicts, strict=True)
+    ]
+
+
+def _judged(response: Response, verdict: Verdict) -> Row:
+    return {
+        "text": response.text,
+        "correct": verdict.correct,
+        "reward": verdict.reward,
+        "parts": dict(verdict.parts),
+        "truncated": response.truncated,
+        "length": len(response.ids),
+    }
+
+
+def _add_scores(
+    config: EvalConfig,
+    examinee: Examinee,
+    batch: Sequence[Problem],
+    shown: Sequence[tuple[Response, Row]],
+) -> None:
+    """Score the response the page shows first; each token with its text."""
+    tokenizer = examinee.tokenizer
+    prompts = [encode_prompt(tokenizer, problem.prompt, config.chat_template_options) for problem in batch]
+    scores = score_tokens(examinee.model, prompts, [response.ids for response, _ in shown])
+    for (response, row), score in zip(shown, scores, strict=True):
+        row["tokens"] = [
+            [tokenizer.decode([token]), round(log_prob, 4), round(entropy, 4)]
+            for token, log_prob, entropy in zip(response.ids, score.log_probs, score.entropies, strict=True)
+        ]
+
+
+def _seed(seed: int, name: str, start: int) -> int:
+    """Random numbers of a batch: the same whatever was asked before it, or in which attempt."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
