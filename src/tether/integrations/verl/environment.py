@@ -19,13 +19,14 @@ def check_environment() -> None:
         MissingDependencyError: with the command that repairs it.
     """
     try:
-        import verl
+        # A mere folder of that name can be imported, but has no version.
+        from verl import __version__ as version
     except ImportError as error:
         raise MissingDependencyError(
             f"tether.integrations.verl needs verl {VERL_VERSION} ({error}). Install it, in an environment of "
             f"its own without TRL, with: {_INSTALL}"
         ) from error
-    check_version(verl.__version__)
+    check_version(version)
     if importlib.util.find_spec("trl") is not None:
         _check_trl()
 
