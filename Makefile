@@ -64,5 +64,18 @@ test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, o
 test-slow: $(VENV)/.test  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m slow
 
+# One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of it.
+STUDIES := $(patsubst %,study-%,search a b c d e f h i)
+.PHONY: study-quick $(STUDIES)
+STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
+
+$(STUDIES): study-%: $(VENV)/.train
+	$(STUDY) $(wildcard benchmarks/studies/$*.yaml benchmarks/studies/$*-*.yaml)
+
+study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-i
+	$(STUDY) benchmarks/studies/quick/b.yaml
+	$(STUDY) benchmarks/studies/quick/a.yaml
+	$(STUDY) benchmarks/studies/quick/c.yaml
+
 clean:  ## remove the environment and caches (never the runs)
 	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from scipy import stats
 from tether.errors import CheckpointError, InvalidInputError
 from tether.experiments import RunFolder, write_report
 from tether.experiments.compact import is_finished, keep_compact
-from tether.experiments.comparison import Entry, compare_methods, comparison_table, write_comparison
+from tether.experiments.comparison import Entry, compare_methods, comparison_tables, write_comparison
 from tether.experiments.statistics import difference_interval, permutation_p_value
 from tether.experiments.summary import load_runs
 
@@ -105,7 +106,7 @@ def test_three_seeds_are_never_enough_to_call_a_winner(entries: list[Entry]) -> 
     row = compare_methods(few, "clip")[1][0]
     assert row.against is not None
     assert row.against.difference.low > 0.2  # the bootstrap would have called it
-    assert row.against.verdict == "ties"
+    assert row.against.verdict == "too few seeds"
 
 
 def test_a_seed_twice_is_refused(entries: list[Entry]) -> None:
@@ -117,11 +118,13 @@ def test_table_json_and_page_show_the_same_verdicts(entries: list[Entry], tmp_pa
     from rich.console import Console
 
     metric, rows = compare_methods(entries, "clip")
-    console = Console(width=140, record=True, file=(tmp_path / "out").open("w"))
-    console.print(comparison_table(metric, rows, "clip"))
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in comparison_tables(metric, rows, "clip"):
+        console.print(table)
     text = console.export_text()
-    assert "1 updates" in text
+    assert "Success, 1 updates" in text
     assert "wins" in text
+    assert "A run: 64 responses, 2.0k tokens, 0:08 of training" in " ".join(text.split())
     data = json.loads(write_comparison(tmp_path / "comparison.json", metric, rows, "clip").read_text())
     assert [row["verdict"] for row in data["rows"]] == ["wins", None, "ties", None]
     assert data["rows"][0]["against"]["p_value"] == pytest.approx(2 / 70)

@@ -7,7 +7,8 @@ holds for few seeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,10 +57,14 @@ class AgainstBaseline:
     """Probability that a run of the method ends above one of the baseline."""
     p_value: float
     """Of the difference, by permutation; small where it cannot be chance."""
+    decidable: bool
+    """Whether so many seeds could have shown a difference at all."""
 
     @property
     def verdict(self) -> str:
-        """``wins``, ``loses`` or ``ties``: the last also where the seeds are too few to tell."""
+        """``wins``, ``loses``, ``ties`` or ``too few seeds``; a tie is no proof of equality."""
+        if not self.decidable:
+            return "too few seeds"
         if self.p_value >= SIGNIFICANCE:
             return "ties"
         return "wins" if self.difference.value > 0 else "loses"
@@ -142,6 +147,8 @@ def _against(scores: list[float], others: list[float]) -> AgainstBaseline:
         difference_interval(scores, others),
         improvement_interval(scores, others),
         permutation_p_value(scores, others),
+        # The least p there is: that of all of one method's runs above all of the other's, or below.
+        decidable=2 / math.comb(len(scores) + len(others), len(scores)) < SIGNIFICANCE,
     )
 
 
@@ -216,32 +223,51 @@ def cells_of(row: Row, metric: str) -> dict[str, str]:
     }
 
 
-def comparison_table(metric: str, rows: Sequence[Row], baseline: str | None) -> Table:
-    """The rows as a table for a terminal, a section for each point of the grid."""
+def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) -> list[Table]:
+    """The rows as tables for a terminal of 80 columns, one for each point of the grid."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = ("method", "seeds", "final", "over training", "difference", "p", "verdict", "responses", "time")
-    title = metric.replace("_", " ").capitalize()
-    against = f" Differences are to {baseline}; p by permutation of seeds." if baseline else ""
-    table = Table(
-        title=f"{title} by method",
-        caption=f"In parentheses: 95 % bootstrap over seeds.{against}",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for name in shown:
-        table.add_column(
-            name, justify="left" if name in ("method", "verdict") else "right", no_wrap=name == "p"
-        )
+    shown = [
+        "method",
+        "seeds",
+        "final",
+        "over training",
+        *(("difference", "p", "verdict") if baseline else ()),
+    ]
+    tables = []
     for point, group in by_point(rows).items():
-        table.add_section()
-        if point:
-            table.add_row(Text(point, style="bold"))
+        title = ", ".join(filter(None, (metric.replace("_", " ").capitalize(), point)))
+        table = Table(
+            title=title, caption=_caption(group, baseline), title_justify="left", caption_justify="left"
+        )
+        for name in shown:
+            table.add_column(name, justify="left" if name in ("method", "verdict") else "right")
         for row in group:
             words = cells_of(row, metric)
             table.add_row(*(Text(words[name].replace(" (", "\n(")) for name in shown))
-    return table
+        tables.append(table)
+    return tables
+
+
+def _caption(rows: Sequence[Row], baseline: str | None) -> str:
+    """What the columns mean, and the budget each run had."""
+    tests = f" Difference to {baseline}; p by permutation of the seeds." if baseline else ""
+    budget = ", ".join(
+        f"{_range([value for value in values if value is not None], form)}{unit}"
+        for values, form, unit in (
+            ([row.samples for row in rows], _thousands, " responses"),
+            ([row.tokens for row in rows], _thousands, " tokens"),
+            ([row.seconds for row in rows], format_duration, " of training"),
+        )
+        if any(value is not None for value in values)
+    )
+    return f"In parentheses: 95 % bootstrap over seeds.{tests} A run: {budget}."
+
+
+def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def by_point(rows: Iterable[Row]) -> Mapping[str, list[Row]]:
@@ -255,4 +281,6 @@ def by_point(rows: Iterable[Row]) -> Mapping[str, list[Row]]:
 def _thousands(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
+    if value >= 1e6:
+        return f"{value / 1e6:.2f}M"
+    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"

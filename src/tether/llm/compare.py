@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tether.errors import ConfigError
 from tether.experiments.compact import is_finished, keep_compact
-from tether.experiments.comparison import Entry, Row, compare_methods, comparison_table, write_comparison
+from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
 from tether.experiments.jobs import Job, run_jobs
 from tether.experiments.settings_file import write_settings
 from tether.experiments.summary import load_runs
@@ -19,9 +19,11 @@ from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import Cell, cells
 
-# Relative cost of a run on small models: a response written and learned from, and an optimizer step.
-_COST_OF_A_RESPONSE = 0.012
-_COST_OF_A_STEP = 0.05
+# What a run of the embedded model costs on one core, in seconds, of which only the relations matter: starting
+# a process, a response written and learned from, an optimizer step.
+_COST_OF_A_START = 6.0
+_COST_OF_A_RESPONSE = 0.0015
+_COST_OF_A_STEP = 0.015
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _job(cell: Cell, threads: int) -> Job:
 
 def _weight(run: TrainConfig) -> float:
     responses = run.steps * run.responses_per_update
-    return _COST_OF_A_RESPONSE * responses + _COST_OF_A_STEP * run.steps
+    return _COST_OF_A_START + _COST_OF_A_RESPONSE * responses + _COST_OF_A_STEP * run.steps
 
 
 def _keep(config: CompareConfig, folder: Path) -> None:
@@ -182,9 +184,11 @@ def report_comparison(config: CompareConfig, comparison: Comparison) -> Path:
     folder = config.output / "report"
     metric, rows = rows_of(config, comparison)
     baseline = _baseline_label(config, comparison)
-    write_comparison(folder / "comparison.json", metric, rows, baseline)
+    for place in filter(None, (folder, config.results)):
+        write_comparison(place / "comparison.json", metric, rows, baseline)
     if len(config.seeds) > 1 or any(cell.point for cell in comparison.cells):
-        Console().print(comparison_table(metric, rows, baseline))
+        for table in comparison_tables(metric, rows, baseline):
+            Console().print(table)
     else:  # one run a method: intervals over problems are all there is
         print_results(comparison.runs)
     return write_report(comparison.runs, folder, comparison=(metric, rows, baseline))
