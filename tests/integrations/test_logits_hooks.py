@@ -69,7 +69,7 @@ class Case:
 def test_losses_and_gradient_are_those_of_the_reference(
     top_k: int | None, hook: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    case, found, expected = Case(), None, None
+    case = Case()
     old = record_old_policy(
         case.old, case.sampled, top_k=top_k or 40, mass=0.99 if top_k else 1.0, rows=case.rows
     )

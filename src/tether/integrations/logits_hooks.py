@@ -12,7 +12,7 @@ Two functions that take the response tokens as one flat list of rows, which is w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -237,5 +237,7 @@ class _Layout:
 
     def flatten(self, tokens: ProjectedTokens) -> ProjectedTokens:
         """Every [B, T] of the result as [1, N]."""
-        values = vars(tokens).items()
-        return ProjectedTokens(**{n: None if v is None else v[self.mask][None] for n, v in values})
+        flat: dict[str, Any] = {
+            name: None if value is None else value[self.mask][None] for name, value in vars(tokens).items()
+        }
+        return ProjectedTokens(**flat)
