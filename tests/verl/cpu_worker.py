@@ -1,0 +1,18 @@
+"""verl's actor worker for Ray, on CPU. For these tests only; Ray imports it by name on the worker's side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+
+class CPUActorWorker(ActorRolloutRefWorker):
+    """Meets its peers over gloo first: verl would ask for "cpu:gloo,cpu:gloo", which torch refuses."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.set_num_threads(1)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
