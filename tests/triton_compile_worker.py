@@ -33,7 +33,7 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         rows.reduce_kernel,
         8,
         {"raw": F32, "bias": BF16, "ids": I64, **dict.fromkeys(("log_probs", "maxima", "largest"), F32)}
-        | {"log_total": F32, "entropy": F32},
+        | {"log_total": F32, "entropy": F32, "smallest": F32},
         {**HEAD, "GROUP": 64, "BLOCK": 4096, "BLOCK_IDS": 64, "slots": 1},
     ),
     (

@@ -151,10 +151,22 @@ def test_more_candidates_than_registers_hold_are_searched_by_the_plain_path(
     monkeypatch.setattr(rows_triton, "_MAX_CANDIDATES", 64)
     hidden, weight, bias, ids = _wide(5, 700)
     options: dict[str, Any] = {"bias": bias, "top_k": 9, "softcap": 3.0, "vocabulary_size": 650}
+    options["with_min"] = True
     expected = linear_log_probs(hidden, weight, ids.clamp(max=649), backend="torch", **options)
     result = _on_triton(hidden, weight, ids.clamp(max=649), **options)
     assert torch.equal(result.top_ids, expected.top_ids)
     torch.testing.assert_close(result.top_log_probs, expected.top_log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.log_prob_min, expected.log_prob_min, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"vocabulary_size": 650, "softcap": 3.0, "temperature": 0.7}])
+def test_the_smallest_log_probability_is_that_of_an_id_that_can_be_sampled(options: dict[str, Any]) -> None:
+    hidden, weight, bias, ids = _wide(5, 700)
+    result = _on_triton(hidden, weight, ids[:, :0], bias=bias, with_min=True, **options)
+    leaves = (x.double() for x in (hidden, weight))
+    dense = naive(*leaves, torch.arange(700, device=DEVICE).repeat(5, 1), bias=bias.double(), **options)
+    expected = dense.log_probs[:, : options.get("vocabulary_size")].amin(-1)
+    torch.testing.assert_close(result.log_prob_min.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_tanh_as_near_to_its_reference_as_float32_is() -> None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
 from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
+from tether.ops.memory import new_empty, new_zeros
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
@@ -137,11 +138,20 @@ def evaluate(
     head: Head,
     backend: Backend,
     with_min: bool = False,
+    sum_hidden_gradient: Callable[[Tensor], object] | None = None,
 ) -> Reduced:
-    """`linear_log_probs` without the checks, in the parts that the shards of a head are merged from."""
+    """`linear_log_probs` without the checks, in the parts that the shards of a head are merged from.
+
+    `sum_hidden_gradient` adds up, in place, what the shards have of the gradient of `hidden`, before it is
+    rounded to the precision of `hidden`.
+    """
     kernels = _kernels(backend, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return Reduced(*_LinearLogProbs.apply(hidden, weight, bias, ids, top_k or 0, head, kernels, with_min))
+        return Reduced(
+            *_LinearLogProbs.apply(
+                hidden, weight, bias, ids, top_k or 0, head, kernels, with_min, sum_hidden_gradient
+            )
+        )
 
 
 def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
@@ -187,6 +197,7 @@ class _LinearLogProbs(torch.autograd.Function):
         head: Head,
         kernels: ModuleType,
         with_min: bool,
+        sum_hidden_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.kept_logits = None
@@ -201,7 +212,7 @@ class _LinearLogProbs(torch.autograd.Function):
         if any(ctx.needs_input_grad[:3]) and kernels is plain_rows:
             ctx.kept_logits = _KEPT.offer(buffer, hidden.shape[0])
         ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
-        ctx.head, ctx.kernels = head, kernels
+        ctx.head, ctx.kernels, ctx.sum_hidden_gradient = head, kernels, sum_hidden_gradient
         ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits, found.smallest)
         return tuple(found)
 
@@ -221,7 +232,7 @@ class _LinearLogProbs(torch.autograd.Function):
         )
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
-            grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
+            grad_weight = new_zeros(weight, weight.shape, log_sum.dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
             for block, grad in _gradient_blocks(ctx, hidden, weight, bias, upstream):
                 if grad_hidden is not None:
@@ -230,11 +241,13 @@ class _LinearLogProbs(torch.autograd.Function):
                     add_weight_gradient(grad_weight, grad, hidden[block])
                 if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        if grad_hidden is not None and ctx.sum_hidden_gradient is not None:
+            ctx.sum_hidden_gradient(grad_hidden)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -291,7 +304,8 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
 
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
-    return hidden.new_empty((min(tokens, _tokens_at_a_time(hidden, vocabulary)), vocabulary), dtype=dtype)
+    rows = min(tokens, _tokens_at_a_time(hidden, vocabulary))
+    return new_empty(hidden, (rows, vocabulary), dtype)
 
 
 def _tokens_at_a_time(hidden: Tensor, vocabulary: int) -> int:

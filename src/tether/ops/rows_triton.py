@@ -41,14 +41,12 @@ def reduce_block(
     with torch.cuda.device_of(raw):
         reduce_kernel[(tokens,)](
             raw, bias, ids, out.log_probs, maxima, out.largest, out.log_total, out.entropy,
+            out.smallest if out.smallest.shape[-1] else None,
             vocabulary, _real(head, vocabulary), ids.shape[-1], maxima.shape[-1],
             **_settings(head, bias), GROUP=group, BLOCK=_BLOCK, BLOCK_IDS=_BLOCK_IDS, num_warps=8,
         )  # fmt: skip
         if top_k:
             _select(head, raw, bias, maxima, group, out)
-    if out.smallest.shape[-1]:  # of the old policy alone, once a batch of rollouts: a pass of its own
-        logits = head.transform_(raw, bias)[:, : head.vocabulary_size]
-        torch.amin(logits, -1, keepdim=True, out=out.smallest)
 
 
 def gradient_block(

@@ -58,7 +58,8 @@ def _load_logits(
 
 @triton.jit
 def reduce_kernel(
-    raw, bias, ids, log_probs, maxima, largest, log_total, entropy, vocabulary, real, slots, groups,
+    raw, bias, ids, log_probs, maxima, largest, log_total, entropy, smallest, vocabulary, real,
+    slots, groups,
     SCALE: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IDS: tl.constexpr,
 ):  # fmt: skip
@@ -68,6 +69,7 @@ def reduce_kernel(
     top = tl.full((), float("-inf"), raw.dtype.element_ty)
     total = tl.full((), 0.0, raw.dtype.element_ty)
     moment = tl.full((), 0.0, raw.dtype.element_ty)
+    low = tl.full((), float("inf"), raw.dtype.element_ty)
     for start in range(0, vocabulary, BLOCK):
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -77,6 +79,8 @@ def reduce_kernel(
         new_top = tl.maximum(top, tl.max(block_maxima, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing but -inf so far
         fall = tl.where(top == float("-inf"), 0.0, top - base)
+        if smallest is not None:
+            low = tl.minimum(low, tl.min(tl.min(tl.where(columns < real, logits, float("inf")), 1), 0))
         shifted = logits - base
         weights = tl.exp(shifted)
         # 0 times -inf is 0.
@@ -87,6 +91,8 @@ def reduce_kernel(
     tl.store(largest + row, top)
     tl.store(log_total + row, row_log_total)
     tl.store(entropy + row, row_log_total - moment / total)
+    if smallest is not None:
+        tl.store(smallest + row, low)
     for start in range(0, slots, BLOCK_IDS):
         slot = start + tl.arange(0, BLOCK_IDS)
         inside = slot < slots
