@@ -13,9 +13,12 @@ from torch import Tensor
 
 from tether.ops.head import Head
 from tether.ops.top_k import GROUP, group_maxima, top_k_by_groups
-from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
+
+# Logits a CPU takes through all its passes at a time: 1 MiB of float32. Its cache holds them with the
+# temporaries, and a few rows share the overhead of selecting the most likely ids.
+_CACHED_ELEMENTS = 1 << 18
 
 
 class Reduced(NamedTuple):
@@ -180,7 +183,7 @@ def _gather(logits: Tensor, ids: Tensor) -> Tensor:
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
     """Rows to reduce at a time: what a core's cache holds on a CPU, all of them on an accelerator."""
     rows, vocabulary = logits.shape
-    size = max(1, BLOCK_ELEMENTS // vocabulary) if may_ask(logits) else max(1, rows)
+    size = max(1, _CACHED_ELEMENTS // vocabulary) if may_ask(logits) else max(1, rows)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
