@@ -14,12 +14,12 @@ def prepare_process(threads: int | None = None) -> None:
     Warnings and errors stay. For commands, not for libraries: all of it is global.
 
     Args:
-        threads: torch threads; one a core if not given.
+        threads: torch threads; if not given, one a core, shared among the processes that train together.
     """
     import torch
     from transformers.utils import logging as transformers_logging
 
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // process_count()))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

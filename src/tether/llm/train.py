@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
 from tether.experiments.run_config import CONFIG_FILE
 from tether.llm.config import TrainConfig
@@ -158,6 +160,9 @@ def _starting_point(
         if not run.finished or start is None or start.step < config.steps:
             run.truncate_after(start.step if start else -1)
     trainer.accelerator.wait_for_everyone()
+    if trainer.args.device.type == "cpu":
+        # Of several processes on CPUs accelerate names each device cpu:0, cpu:1, which torch.load refuses.
+        trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
     if run is None and config.resume:
         start = RunFolder.open(config.output).latest_checkpoint()
     return start

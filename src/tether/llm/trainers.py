@@ -55,6 +55,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         **trl_settings_of(config),
         "output_dir": str(folder),
         "use_cpu": cpu,
+        "ddp_backend": "gloo" if cpu and process_count() > 1 else None,
         "bf16": config.mixed_precision or (not cpu and config.dtype != "float32"),
         "seed": config.seed,
         "max_steps": config.steps,
