@@ -45,8 +45,8 @@ train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip,
 	$(BIN)/tether llm compare --config recipes/quickstart.yaml
 
 lint: $(VENV)/.test  ## style, types and the direction of dependencies
-	$(BIN)/ruff check src tests recipes examples benchmarks
-	$(BIN)/ruff format --check src tests recipes examples benchmarks
+	$(BIN)/ruff check src tests recipes examples benchmarks docs
+	$(BIN)/ruff format --check src tests recipes examples benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -64,9 +64,17 @@ test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, o
 test-slow: $(VENV)/.test  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m slow
 
+$(VENV)/.docs: $(VENV)/.train
+	@echo "Installing what the documentation needs into $(VENV) (once) ..."
+	$(PIP) --editable ".[llm,docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of it.
 STUDIES := $(patsubst %,study-%,search a b c d e f h i)
-.PHONY: study-quick $(STUDIES)
+.PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
 $(STUDIES): study-%: $(VENV)/.train

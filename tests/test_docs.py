@@ -1,0 +1,113 @@
+"""The documentation site without building it: nothing public is left out, undocumented or led astray."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import doctest_fences  # noqa: E402
+import site_pages  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def navigation() -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    return loaded
+
+
+def test_every_page_of_the_navigation_exists_or_is_written(navigation: list[dict[str, Any]]) -> None:
+    config = SimpleNamespace(nav=navigation)
+    placed = list(site_pages._pages_in(site_pages.on_config(config).nav))
+    assert len(placed) == len(set(placed))
+    written = site_pages.written_pages()
+    for page in placed:
+        assert page in written or (ROOT / "docs" / page).is_file(), page
+    assert {page.name for page in site_pages.guides()} | set(written) == set(placed)
+
+
+def test_every_public_name_of_the_package_is_in_the_reference() -> None:
+    described = {module for chapter in site_pages.REFERENCE.values() for module in chapter}
+    described |= {f"tether.losses.{name}" for name in site_pages.method_names()}
+    for package in ("tether", "tether.losses", "tether.projection", "tether.ops"):
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            home = getattr(getattr(module, name), "__module__", None)
+            if home is not None and home.startswith("tether."):
+                assert home in described, f"{package}.{name} is defined in {home}, which no page describes"
+
+
+def test_no_public_name_is_without_a_docstring() -> None:
+    assert list(site_pages.undocumented()) == []
+
+
+def test_a_public_name_without_a_docstring_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.py"
+    functions = ('def said():\n    """Says."""', "def silent():\n    pass", "def _own():\n    pass")
+    bare.write_text("\n\n\n".join(['"""Module."""', *functions]) + "\n")
+    monkeypatch.setattr(site_pages, "_file_of", lambda module: bare)
+    assert {what for _, what in site_pages.undocumented()} == {"silent"}
+
+
+def test_every_method_has_a_page_with_its_source_and_its_checks() -> None:
+    for name in site_pages.method_names():
+        page = site_pages.method_page(name)
+        assert f"::: tether.losses.{name}.{name}" in page
+        checked = page.partition("## Checked against")[2].partition("##")[0]
+        assert re.search(r"verl|TRL|equation|float64", checked), name
+
+
+def test_examples_are_fenced_wherever_they_stand() -> None:
+    text = "Adds:\n\n    >>> [[1, 2][0]]\n    [1]\n\nand ends."
+    assert (
+        doctest_fences.fenced(text)
+        == "Adds:\n\n    ```pycon\n    >>> [[1, 2][0]]\n    [1]\n    ```\n\nand ends."
+    )
+    assert doctest_fences.fenced("no example") == "no example"
+
+
+def test_papers_are_found_with_the_files_that_cite_them() -> None:
+    page = site_pages.papers_page()
+    assert "| [2510.03817](https://arxiv.org/abs/2510.03817) | TROLL |" in page
+    assert "`tether/losses/dppo.py`" in page
+
+
+def test_links_out_of_the_folder_are_checked_and_made_plain() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="studies.md"))
+    assert (
+        site_pages.on_page_markdown("see [the house](../CONTRIBUTING.md)", page)
+        == "see the house (`CONTRIBUTING.md`)"
+    )
+    with pytest.raises(SystemExit, match=r"links to \.\./nothing\.md"):
+        site_pages.on_page_markdown("[x](../nothing.md)", page)
+
+
+def test_results_on_a_methods_page_are_those_of_the_kept_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    interval = {"value": 0.5, "low": 0.4, "high": 0.6, "level": 0.95}
+    difference = {"value": 0.1, "low": 0.0, "high": 0.2, "level": 0.95}
+    row = {
+        "point": "8 updates", "method": "dppo divergence=top-k-kl", "seeds": [0, 1], "final": interval,
+        "against": {"difference": difference, "p_value": 0.04}, "verdict": "wins",
+    }  # fmt: skip
+    (tmp_path / "b").mkdir()
+    import json
+
+    (tmp_path / "b" / "comparison.json").write_text(json.dumps({"baseline": "clip", "rows": [row]}))
+    monkeypatch.setattr(site_pages, "RESULTS", tmp_path)
+    table = site_pages.results_of("dppo")
+    assert "| (b) staleness | 8 updates | dppo divergence=top-k-kl | 2 | 50.0 % (40.0-60.0) |" in table
+    assert "+10.0 points to clip | wins (p 0.040) |" in table
+    assert "Nothing yet" in site_pages.results_of("cispo")
