@@ -46,7 +46,7 @@ def test_fused_kernels_are_refused(model: Path) -> None:
 
 
 def test_pad_to_length_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fsdp_config\.pad_to_length=True"):
+    with pytest.raises(ConfigError, match=r"actor\.pad_to_length=True"):
         make_actor(model, engine_settings={"pad_to_length": True})
 
 

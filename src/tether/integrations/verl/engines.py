@@ -45,8 +45,6 @@ class TROLLEngineMixin:
     """
 
     engine_config: Any
-    #: Where the settings of this engine are in verl's configuration, for messages.
-    config_key = "actor_rollout_ref.actor.fsdp_config"
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # verl found this class by the name; what it builds is an ordinary language model.
@@ -58,7 +56,7 @@ class TROLLEngineMixin:
             settings = take_pending_settings()
             if settings is not None and settings.loss_mode == LOSS_MODE:
                 self._settings = settings
-                _refuse_settings(engine_config, self.config_key)
+                _refuse_settings(engine_config)
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """One optimiser step; with TROLL's loss on the projected policy."""
@@ -143,7 +141,7 @@ def _refuse_distillation() -> None:
     )
 
 
-def _refuse_settings(engine_config: Any, key: str) -> None:
+def _refuse_settings(engine_config: Any) -> None:
     """Refuse what would keep the logits from the projection."""
     if engine_config.use_fused_kernels:
         raise ConfigError(
@@ -152,6 +150,6 @@ def _refuse_settings(engine_config: Any, key: str) -> None:
         )
     if engine_config.pad_to_length:
         raise ConfigError(
-            f"{key}.pad_to_length=True pads the packed sequence, which verl's logits hook does not support. "
-            "Set it to False."
+            "actor_rollout_ref.actor.pad_to_length=True pads the packed sequence, which verl's logits hook "
+            "does not support. Set it to False."
         )

@@ -176,7 +176,7 @@ class TROLLLoss:
                 raise ConfigError(
                     "actor_rollout_ref.actor.policy_loss.troll_region=sequence needs whole sequences on each "
                     f"process, but sequence parallelism cuts them over {size}. Use troll_region=token or "
-                    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1."
+                    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
                 )
             sequence_lengths = tokens.per_sequence
         projection = project_on_old_policy(
