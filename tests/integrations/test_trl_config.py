@@ -42,7 +42,7 @@ def _config(tmp_path: Path, **overrides: Any) -> TROLLConfig:
         ({"troll_top_k": 2.5}, "64 is the paper's"),
         ({"troll_mass": 0.0}, "troll_mass=0.99999"),
         ({"troll_mass": 1.5}, "troll_mass=0.99999"),
-        ({"troll_tail": "mean"}, "'bucket', 'paper'"),
+        ({"troll_support": "mean"}, "'bucket', 'paper'"),
         ({"troll_region": "batch"}, "'token', 'sequence'"),
         ({"loss_type": "cispo"}, "GRPOTrainer for cispo"),
         ({"loss_type": "sapo"}, "GRPOTrainer for sapo"),
@@ -207,12 +207,12 @@ def test_trl_parser_reads_our_fields_from_the_command_line_and_a_file(tmp_path: 
     file = tmp_path / "config.yaml"
     file.write_text("troll_alpha: 0.5\ntroll_region: sequence\nuse_cpu: true\nbf16: false\n")
     given = (
-        f"--config {file} --output_dir {tmp_path} --troll_kl_bound inf --troll_tail paper --troll_top_k 16"
+        f"--config {file} --output_dir {tmp_path} --troll_kl_bound inf --troll_support paper --troll_top_k 16"
     )
     (config,) = TrlParser((TROLLConfig,)).parse_args_and_config(given.split())
     assert isinstance(config, TROLLConfig)
     assert config.troll_kl_bound == math.inf
-    assert (config.troll_tail, config.troll_top_k, config.troll_alpha) == ("paper", 16, 0.5)
+    assert (config.troll_support, config.troll_top_k, config.troll_alpha) == ("paper", 16, 0.5)
     assert config.troll_region == "sequence"
 
 

@@ -289,13 +289,15 @@ def test_a_micro_batch_of_nothing_but_tool_output_has_no_gradient(
     assert (_gradients(trainer.model) == 0).all()
 
 
-@pytest.mark.parametrize("tail", ["bucket", "paper"])
+@pytest.mark.parametrize("support", ["exact", "bucket", "paper"])
 @pytest.mark.parametrize("region", ["token", "sequence"])
-def test_every_tail_and_region_trains_and_acts(train: Callable[..., Any], tail: str, region: str) -> None:
+def test_every_support_and_region_trains_and_acts(
+    train: Callable[..., Any], support: str, region: str
+) -> None:
     trainer = train(
         TROLLTrainer,
         TROLLConfig,
-        troll_tail=tail,
+        troll_support=support,
         troll_region=region,
         troll_top_k=8,
         troll_kl_bound=0.005,
@@ -309,13 +311,13 @@ def test_every_tail_and_region_trains_and_acts(train: Callable[..., Any], tail: 
     assert [rows[i]["trust_region/projected"] for i in (0, 4)] == [0.0, 0.0]
 
 
-def test_papers_tail_takes_the_ratio_of_renormalised_supports(make_trainer: Callable[..., Any]) -> None:
+def test_papers_support_takes_the_ratio_of_renormalised_supports(make_trainer: Callable[..., Any]) -> None:
     """Inside the bound: log-softmax over the union of both top-K, 1e-12 where one side has nothing."""
     trainer = make_trainer(
         TROLLTrainer,
         TROLLConfig,
         temperature=TEMPERATURE,
-        troll_tail="paper",
+        troll_support="paper",
         troll_top_k=6,
         troll_mass=1.0,
         troll_kl_bound=1e3,
@@ -388,9 +390,9 @@ def test_scoring_in_chunks_keeps_each_row_with_its_support(make_trainer: Callabl
     assert divergences[0].max() > 0.05
 
 
-def test_papers_tail_leaves_the_buffered_batch_as_it_was(make_trainer: Callable[..., Any]) -> None:
+def test_papers_support_leaves_the_buffered_batch_as_it_was(make_trainer: Callable[..., Any]) -> None:
     """Its old log-probabilities are renormalised for one loss; the batch serves other updates too."""
-    trainer = make_trainer(TROLLTrainer, TROLLConfig, troll_tail="paper", troll_top_k=4)
+    trainer = make_trainer(TROLLTrainer, TROLLConfig, troll_support="paper", troll_top_k=4)
     inputs = _rollouts(trainer)
     before = {key: value.clone() for key, value in inputs.items()}
     trainer._compute_loss(trainer.model, inputs)

@@ -63,6 +63,7 @@ def test_bfloat16_trains_with_the_projection_on_its_bound(
         model=model.to(torch.bfloat16) if precision == "model" else model,
         bf16=precision == "autocast",
         troll_kl_bound=bound,
+        troll_support="bucket",
     )
     divergences = []
     constrain = trainer._constrain

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
+from tether.integrations.exact_head import OldTokens, take_snapshot
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
@@ -161,7 +162,26 @@ def _score(model: Any, rank: int) -> Tensor:
     counted = output.support_ids >= 0
     loss = output.log_probs.sum() + torch.where(counted, output.support_log_probs, 0.0).sum()
     (loss + output.entropy.sum() + output.support_log_tail.exp().sum()).backward()
+    exact = model(**inputs, labels=labels, old_tokens=_old_tokens(model, inputs, labels))
+    assert 0 < exact.projected[:, -4:].float().mean() < 1
+    (exact.projected_log_probs.sum() + exact.regression.sum()).backward()
     return output.log_probs.detach()
+
+
+@torch.no_grad()
+def _old_tokens(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> OldTokens:
+    """A policy some way off: other hidden states, and a head that is a snapshot."""
+    recorded = model(**inputs, labels=labels, support_top_k=4, keep_hidden=True)
+    hidden = recorded.hidden[:, -4:]
+    snapshot = take_snapshot(model.lm_head.weight, None, maybe_gather_lm_head_ctx)
+    return OldTokens(
+        hidden=hidden * torch.tensor([1.0, 0.99, 0.6, 0.3])[:, None],
+        support=recorded.support(4),
+        mask=torch.ones(hidden.shape[:2]),
+        head=snapshot,
+        kl_bound=0.05,
+        region="token",
+    )
 
 
 def compare_sharded(head_apart: bool) -> dict[str, float]:

@@ -11,15 +11,15 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from tether.integrations.exact_head import OldTokens, evaluate_exactly, whole
 from tether.ops import LinearLogProbs, linear_log_probs
 from tether.projection.sparse import EMPTY, SparseLogProbs
 
@@ -38,6 +38,18 @@ class SparseHeadOutput(ModelOutput):
     """[B, T - 1, K]; see `SparseLogProbs`."""
     support_log_probs: Tensor | None = None
     support_log_tail: Tensor | None = None
+    support_log_tail_min: Tensor | None = None
+    hidden: Tensor | None = None
+    """Last hidden states, [B, T - 1, D], if they were asked for."""
+    projected_log_probs: Tensor | None = None
+    """Of the labels, and so on: see `LinearTrustRegion`."""
+    regression: Tensor | None = None
+    kl: Tensor | None = None
+    step: Tensor | None = None
+    projected: Tensor | None = None
+    certified: Tensor | None = None
+    uncertain: Tensor | None = None
+    tail_mass: Tensor | None = None
     aux_loss: Tensor | None = None
     """Load-balancing loss of a mixture of experts, if its router logits were asked for."""
 
@@ -47,7 +59,8 @@ class SparseHeadOutput(ModelOutput):
         assert ids is not None
         assert log_probs is not None
         assert log_tail is not None
-        return SparseLogProbs(ids[:, -tokens:], log_probs[:, -tokens:], log_tail[:, -tokens:])
+        support = SparseLogProbs(ids, log_probs, log_tail, self.support_log_tail_min)
+        return support[:, -tokens:]
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,16 @@ def add_sparse_head(
     temperature: float,
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
 ) -> None:
-    """Teach a model's forward the keywords `support_top_k`, `support_mass` and `support_ids`.
+    """Teach a model's forward the keywords `support_top_k`, `support_mass`, `support_ids` and `old_tokens`.
 
     - ``support_top_k=K``: the support is the model's own K most likely ids (cut at `support_mass`)
-      and the label: how the old policy is recorded.
+      and the label: how the old policy is recorded. With ``keep_hidden=True`` the last hidden states too.
     - ``support_ids=[B, T', K]`` for the last T' positions: the support is given: how the new policy
       is seen on the old one's ids.
+    - ``old_tokens=OldTokens(...)`` for the last T' positions: the new policy is compared with the old one
+      over the whole vocabulary, and projected.
 
-    Both need `labels` [B, T], unshifted, -100 where a position does not count. The result is a
+    All need `labels` [B, T], unshifted, -100 where a position does not count. The result is a
     `SparseHeadOutput`. Call this before the model is wrapped (DDP, FSDP) and on the base model of a
     PEFT model.
 
@@ -92,9 +107,11 @@ def add_sparse_head(
         support_top_k: int | None = None,
         support_mass: float = 1.0,
         support_ids: Tensor | None = None,
+        old_tokens: OldTokens | None = None,
+        keep_hidden: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if support_top_k is None and support_ids is None:
+        if support_top_k is None and support_ids is None and old_tokens is None:
             return previous(*args, **kwargs)
         labels = kwargs.pop("labels")
         kwargs.pop("fused_lm_head", None)
@@ -104,9 +121,19 @@ def add_sparse_head(
         labels = labels[:, 1:].to(head.weight.device)
         counted = labels != IGNORED_LABEL
         sampled, ids = labels[counted], None
+        weight, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
+        if old_tokens is not None:
+            region = evaluate_exactly(
+                hidden[counted], weight, bias, sampled, old_tokens,
+                counted[:, -old_tokens.mask.shape[1] :], weights_at_hand, **asdict(transform),
+            )  # fmt: skip
+            rows = {field.name: getattr(region, field.name) for field in fields(region)}
+            return SparseHeadOutput(
+                **{name: _spread(values, counted, 0.0) for name, values in rows.items()},
+                aux_loss=_load_balancing_loss(self, backbone, kwargs),
+            )
         if support_ids is not None:
             ids = support_ids[counted[:, -support_ids.shape[1] :]].to(labels)
-        weight, bias = _whole(head.weight), None if head.bias is None else _whole(head.bias)
         vocabulary = self.config.get_text_config().vocab_size
         support, sampled_log_probs, entropy = _evaluate(
             hidden[counted],
@@ -126,6 +153,10 @@ def add_sparse_head(
             support_ids=_spread(support.ids, counted, EMPTY),
             support_log_probs=_spread(support.log_probs, counted, -torch.inf),
             support_log_tail=_spread(support.log_tail, counted, 0.0),
+            support_log_tail_min=None
+            if support.log_tail_min is None
+            else _spread(support.log_tail_min, counted, 0.0),
+            hidden=hidden if keep_hidden else None,
             aux_loss=_load_balancing_loss(self, backbone, kwargs),
         )
 
@@ -152,6 +183,7 @@ def _evaluate(
         wanted,
         bias=bias,
         top_k=top_k,
+        with_min=top_k is not None,
         temperature=transform.temperature,
         logit_scale=transform.logit_scale,
         softcap=transform.softcap,
@@ -170,6 +202,7 @@ def _evaluate(
             sampled_log_probs,
             mass=mass,
             vocabulary_size=vocabulary,
+            log_tail_min=rows.log_prob_min,
         )
     return support, sampled_log_probs, rows.entropy
 
@@ -178,16 +211,6 @@ def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     # Looked up on each call: FSDP and PEFT replace modules after the forward was extended.
     kwargs["use_cache"] = False
     return model.base_model(*args, **kwargs)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """A head that FSDP2 shards as a unit of its own, gathered; nobody else does, as its forward never runs.
-
-    Each process has tokens of its own, so the gradient is the mean over processes, as FSDP2's is.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def _spread(rows: Tensor, counted: Tensor, fill: float) -> Tensor:

@@ -34,9 +34,18 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from tether.integrations.sparse_head import SparseHeadOutput, add_sparse_head
-
-_IDS, _LOG_PROBS, _LOG_TAIL = "old_support_ids", "old_support_log_probs", "old_support_log_tail"
+from tether.integrations.exact_head import HeadSnapshot, OldTokens, take_snapshot
+from tether.integrations.sparse_head import add_sparse_head
+from tether.integrations.trl_old_policy import (
+    HIDDEN,
+    IDS,
+    Recorded,
+    Tap,
+    bytes_a_token,
+    old_support,
+    pack,
+    unpack,
+)
 
 
 class OldPolicyTrainer(GRPOTrainer):
@@ -49,21 +58,28 @@ class OldPolicyTrainer(GRPOTrainer):
 
     support_top_k: int = 64
     support_mass: float = 1.0
+    #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
+    keep_hidden: bool = False
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
+    _buffered_inputs: list[dict[str, Any]]  # GRPOTrainer's: the micro-batches of a rollout batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._recorded: list[tuple[Tensor, SparseLogProbs]] | None = None
+        self._recorded: list[Recorded] | None = None
+        self._old_head: HeadSnapshot | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._tokens: ProjectedTokens | None = None
         #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
         self.rollout_rows: list[dict[str, Any]] = []
-        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        add_sparse_head(base, self.temperature, maybe_gather_lm_head_ctx)
+        add_sparse_head(self._base_model, self.temperature, maybe_gather_lm_head_ctx)
         self._warn_without_old_policy()
         self._warn_of_dropout()
+
+    @property
+    def _base_model(self) -> Any:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _warn_without_old_policy(self) -> None:
         per_rollout: int = self.args.steps_per_generation * self.num_iterations
@@ -94,27 +110,43 @@ class OldPolicyTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._recorded = []
+        training = self.model.training  # an evaluation in between leaves the rollouts in use alone
+        if training:
+            self._old_head = None  # before the next one is taken, and before generation needs the memory
         try:
             output = super()._generate_and_score_completions(inputs)
-            for log_probs, support in self._recorded:
+            for recorded in self._recorded:
                 # The reference policy is scored too; the old policy's pass is the one TRL kept.
-                if log_probs is output.get("old_per_token_logps"):
-                    output[_IDS] = support.ids.int()
-                    output[_LOG_PROBS] = support.log_probs
-                    output[_LOG_TAIL] = support.log_tail
-                    if self.model.training:  # an evaluation in between leaves the rollouts in use alone
+                if recorded.log_probs is output.get("old_per_token_logps"):
+                    output.update(recorded.entries())
+                    if training:
                         # Follows its row through TRL's shuffle, so that a report can name the problem.
-                        output["rollout_row"] = torch.arange(support.ids.shape[0], device=support.ids.device)
+                        output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
                         self.rollout_rows = list(inputs)
+                        self._old_head = self._snapshot() if self.keep_hidden else None
         finally:
             self._recorded = None
-        if "old_per_token_logps" in output and _IDS not in output:
+        if "old_per_token_logps" in output and IDS not in output:
             raise TetherError(
                 "TRL scored the old policy, but its log-probabilities are none of those seen on the way, so "
                 "there is nothing to project on. An override of _get_per_token_logps_and_entropies must "
                 "return the tensor it got from super()."
             )
         return output
+
+    def _snapshot(self) -> HeadSnapshot | None:
+        head = self._base_model.get_output_embeddings()
+        return take_snapshot(head.weight, head.bias, maybe_gather_lm_head_ctx)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """As TRL's; between updates the old policy takes the memory of its tokens, not of their padding."""
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and any(IDS in batch for batch in self._buffered_inputs):
+            self._buffered_inputs = [pack(batch) for batch in self._buffered_inputs]
+            size = bytes_a_token(self._buffered_inputs)
+            if size is not None:
+                self._metrics["train"]["trust_region/old_policy_bytes"].append(size)
+        return unpack(inputs)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -127,31 +159,37 @@ class OldPolicyTrainer(GRPOTrainer):
     ) -> Any:
         score = super()._get_per_token_logps_and_entropies
         if self._loss_inputs is not None:
-            tap = _Tap(model, self._evaluation_keywords(self._loss_inputs))
+            tap = Tap(model, self._evaluation_keywords(self._loss_inputs))
             log_probs, *rest = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            return (self._constrain(log_probs, tap.support(logits_to_keep), self._loss_inputs), *rest)
+            return (self._constrain_tapped(log_probs, tap, logits_to_keep, self._loss_inputs), *rest)
         if self._recorded is not None and model is self.model:
-            tap = _Tap(model, {"support_top_k": self.support_top_k, "support_mass": self.support_mass})
+            keywords = {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
+            tap = Tap(model, {**keywords, "keep_hidden": self.keep_hidden})
             result = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            self._recorded.append((result[0], tap.support(logits_to_keep)))
+            recorded = Recorded(result[0], tap.support(logits_to_keep), tap.hidden(logits_to_keep))
+            self._recorded.append(recorded)
             return result
         return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """On which ids the new policy is evaluated: by default those of the old one."""
-        return {"support_ids": inputs[_IDS]}
+        return {"support_ids": inputs[IDS]}
+
+    def _constrain_tapped(self, log_probs: Tensor, tap: Tap, tokens: int, inputs: dict[str, Any]) -> Tensor:
+        """From what the model's forward returned to what TRL's loss is to see."""
+        return self._constrain(log_probs, tap.support(tokens), inputs)
 
     def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
         """The sampled tokens' log-probabilities as TRL's loss is to see them: here, as they are."""
         with torch.no_grad():
             self._tokens = project_tokens(
                 log_probs.detach(), inputs["old_per_token_logps"], _loss_mask(inputs),
-                inputs["completion_ids"], new.detach(), _old_support(inputs), kl_bound=math.inf,
+                inputs["completion_ids"], new.detach(), old_support(inputs), kl_bound=math.inf,
             )  # fmt: skip
         return log_probs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if _IDS not in inputs:  # no old policy: every ratio is 1
+        if IDS not in inputs:  # no old policy: every ratio is 1
             return super()._compute_loss(model, inputs)
         self._loss_inputs = dict(inputs)
         try:
@@ -250,6 +288,7 @@ class TROLLTrainer(OldPolicyTrainer):
                 "TROLLConfig takes every argument of GRPOConfig."
             )
         self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
+        self.keep_hidden = args.troll_support == "exact"
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._new_log_probs: Tensor | None = None
         self._beta = self.beta
@@ -257,9 +296,28 @@ class TROLLTrainer(OldPolicyTrainer):
         self.epsilon_low = self.epsilon_high = math.inf
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if self.args.troll_tail == "paper":  # which compares the union of both policies' own ids
+        if self.args.troll_support == "paper":  # which compares the union of both policies' own ids
             return {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
-        return super()._evaluation_keywords(inputs)
+        if self.args.troll_support == "bucket":
+            return super()._evaluation_keywords(inputs)
+        return {
+            "old_tokens": OldTokens(
+                hidden=inputs[HIDDEN],
+                support=old_support(inputs),
+                mask=_loss_mask(inputs),
+                # In evaluation the policy is its own old policy, and so is its head.
+                head=self._old_head if self.model.training else None,
+                kl_bound=self.args.troll_kl_bound,
+                region=self.args.troll_region,
+            )
+        }
+
+    def _constrain_tapped(self, log_probs: Tensor, tap: Tap, tokens: int, inputs: dict[str, Any]) -> Tensor:
+        if self.args.troll_support != "exact":
+            return super()._constrain_tapped(log_probs, tap, tokens, inputs)
+        self._new_log_probs = log_probs
+        self._tokens = tap.projected(tokens, log_probs, inputs["old_per_token_logps"], _loss_mask(inputs))
+        return self._tokens.log_probs
 
     def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
         self._new_log_probs = log_probs
@@ -269,17 +327,17 @@ class TROLLTrainer(OldPolicyTrainer):
             _loss_mask(inputs),
             inputs["completion_ids"],
             new,
-            _old_support(inputs),
+            old_support(inputs),
             kl_bound=self.args.troll_kl_bound,
-            tail=self.args.troll_tail,
+            tail=self.args.troll_support,
             region=self.args.troll_region,
         )
-        # TRL reads the old log-probabilities after this call; only the paper's tail changes them.
+        # TRL reads the old log-probabilities after this call; only the paper's support changes them.
         inputs["old_per_token_logps"] = self._tokens.old_log_probs
         return self._tokens.log_probs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if _IDS not in inputs:
+        if IDS not in inputs:
             return super()._compute_loss(model, inputs)
         # TRL would compute the reference penalty from projected log-probabilities; `_extra_loss` does it.
         self._beta, self.beta = self.beta, 0.0
@@ -310,43 +368,6 @@ class TROLLTrainer(OldPolicyTrainer):
         total, count = self.accelerator.reduce(totals, reduction="sum").tolist()
         self._metrics["train" if self.model.training else "eval"]["kl"].append(total / max(count, 1.0))
         return penalty
-
-
-class _Tap:
-    """Stands in for the model in TRL's scoring loop: adds keywords to each call and keeps the outputs.
-
-    TRL splits a batch into chunks of rows; per-row keywords are split alongside.
-    """
-
-    def __init__(self, model: Any, keywords: dict[str, Any]) -> None:
-        self._model = model
-        self._keywords = keywords
-        self._row = 0
-        self._outputs: list[SparseHeadOutput] = []
-
-    def __call__(self, **kwargs: Any) -> SparseHeadOutput:
-        rows = slice(self._row, self._row + kwargs["input_ids"].size(0))
-        self._row = rows.stop
-        extra = {
-            name: value[rows] if isinstance(value, Tensor) else value
-            for name, value in self._keywords.items()
-        }
-        output = self._model(**kwargs, **extra)
-        self._outputs.append(output)
-        return output
-
-    def support(self, tokens: int) -> SparseLogProbs:
-        """The distributions of all rows at the last `tokens` positions."""
-        parts = [output.support(tokens) for output in self._outputs]
-        return SparseLogProbs(
-            torch.cat([part.ids for part in parts]),
-            torch.cat([part.log_probs for part in parts]),
-            torch.cat([part.log_tail for part in parts]),
-        )
-
-
-def _old_support(inputs: dict[str, Any]) -> SparseLogProbs:
-    return SparseLogProbs(inputs[_IDS].long(), inputs[_LOG_PROBS], inputs[_LOG_TAIL])
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:

@@ -55,10 +55,11 @@ class TROLLConfig(GRPOConfig):
     troll_mass: float = _option(
         1 - 1e-5, "Keep fewer ids where the most likely ones hold this much probability together."
     )
-    troll_tail: Literal["bucket", "paper"] = _option(
-        "bucket",
-        "What stands for all other ids: one outcome with their exact mass (bucket) or the paper's fixed "
-        "probability of 1e-12 for each (paper).",
+    troll_support: Literal["exact", "bucket", "paper"] = _option(
+        "exact",
+        "Where distributions are compared: on the whole vocabulary, from the old policy's hidden states "
+        "(exact); on the ids kept, all others being one outcome with their exact mass (bucket); or as in "
+        "the paper's code, all others having probability 1e-12 each (paper).",
     )
     troll_region: Literal["token", "sequence"] = _option(
         "token", "Bound each token's divergence, or the mean over the tokens of a sequence."
@@ -89,7 +90,10 @@ def _check_ranges(config: TROLLConfig) -> None:
             f"troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to keep: the "
             "paper's threshold of 1e-5 is troll_mass=0.99999."
         )
-    for name, allowed in (("troll_tail", ("bucket", "paper")), ("troll_region", ("token", "sequence"))):
+    for name, allowed in (
+        ("troll_support", ("exact", "bucket", "paper")),
+        ("troll_region", ("token", "sequence")),
+    ):
         if getattr(config, name) not in allowed:
             raise ConfigError(f"{name} must be one of {allowed}, got {getattr(config, name)!r}.")
 

@@ -16,14 +16,11 @@ from torch import Tensor
 from tether.errors import ConfigError
 from tether.integrations.loss_options import check_loss_options, looks_at_distributions
 from tether.integrations.trl import (
-    _IDS,
-    _LOG_PROBS,
-    _LOG_TAIL,
     OldPolicyTrainer,
     _loss_mask,
-    _old_support,
     _weighted_mean,
 )
+from tether.integrations.trl_old_policy import IDS, LOG_PROBS, LOG_TAIL, old_support
 from tether.losses import LOSSES, LossAggMode, PolicyLoss, ProjectedTokens
 from tether.projection import SparseLogProbs
 
@@ -115,7 +112,7 @@ class PolicyLossTrainer(OldPolicyTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         # Where each batch serves one update TRL records no old policy: it is the present one (`_constrain`).
-        inputs = inputs if _IDS in inputs else {**inputs, _IDS: None}
+        inputs = inputs if IDS in inputs else {**inputs, IDS: None}
         # TRL would correct the reference penalty by the ratio that it gets to see, which is one.
         self._beta, self.beta = self.beta, 0.0
         try:
@@ -125,15 +122,15 @@ class PolicyLossTrainer(OldPolicyTrainer):
             self._result = self._penalty = None
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if inputs[_IDS] is None:
+        if inputs[IDS] is None:
             return {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
         return super()._evaluation_keywords(inputs)
 
     def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
-        if inputs[_IDS] is None:
+        if inputs[IDS] is None:
             inputs["old_per_token_logps"] = log_probs.detach()
-            inputs[_IDS], inputs[_LOG_PROBS] = new.ids.int(), new.log_probs.detach()
-            inputs[_LOG_TAIL] = new.log_tail.detach()
+            inputs[IDS], inputs[LOG_PROBS] = new.ids.int(), new.log_probs.detach()
+            inputs[LOG_TAIL] = new.log_tail.detach()
         super()._constrain(log_probs, new, inputs)
         self._result = self._policy_loss(log_probs, new, inputs)
         self._penalty = self._reference_penalty(log_probs, inputs) if self._beta != 0.0 else None
@@ -145,7 +142,7 @@ class PolicyLossTrainer(OldPolicyTrainer):
     def _policy_loss(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> PolicyLoss:
         given: dict[str, Any] = {}
         if looks_at_distributions(self.policy_loss, self.loss_options):
-            given = {"new": new, "old": _old_support(inputs)}
+            given = {"new": new, "old": old_support(inputs)}
         if self.policy_loss == "clip_cov":
             given["generator"] = self._generator()
         return LOSSES[self.policy_loss](

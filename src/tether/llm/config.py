@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tether.errors import ConfigError
 from tether.llm.methods import Estimator, TrustRegion, check_method, method_label
 
-Tail = Literal["bucket", "paper"]
+Support = Literal["exact", "bucket", "paper"]
 Region = Literal["token", "sequence"]
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
@@ -46,8 +46,9 @@ class TrainConfig:
     """Ids kept of each old token distribution, besides the sampled one."""
     mass: float = 1 - 1e-5
     """Keep fewer ids where the most likely ones hold this much probability."""
-    tail: Tail = "bucket"
-    """TROLL: all other ids as one outcome with their exact mass, or the paper's fixed probability."""
+    support: Support = "exact"
+    """TROLL: compare distributions on the whole vocabulary, on the ids kept with all others as one outcome of
+    their exact mass, or with the paper's fixed probability for each other id."""
     region: Region = "token"
     """TROLL: bound each token, or the mean over a sequence's tokens."""
     clip_low: float | None = None

@@ -149,7 +149,7 @@ def _troll_settings(config: TrainConfig) -> dict[str, Any]:
         "troll_alpha": config.alpha,
         "troll_top_k": config.top_k,
         "troll_mass": config.mass,
-        "troll_tail": config.tail,
+        "troll_support": config.support,
         "troll_region": config.region,
     }
 

@@ -1,0 +1,110 @@
+"""The exact old policy as a model's forward takes it: hidden states, the head they met, and their support."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from tether.ops import LinearTrustRegion, linear_trust_region
+from tether.projection import SparseLogProbs
+from tether.projection.categorical import Region
+
+
+@dataclass(frozen=True)
+class HeadSnapshot:
+    """The LM head of the policy that gathered the data, where it has been trained since."""
+
+    weight: Tensor
+    """[V, D]; sharded (a DTensor) if the model's is."""
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class OldTokens:
+    """The old policy at the last T positions of B rows; goes through forward as one object.
+
+    One object and not tensors, because FSDP's mixed precision would round tensors on their way.
+    """
+
+    hidden: Tensor
+    """Last hidden states, [B, T, D]."""
+    support: SparseLogProbs
+    """[B, T, K], for certificates."""
+    mask: Tensor
+    """Tokens that count in a sequence's mean, [B, T]."""
+    head: HeadSnapshot | None
+    """None where the head is frozen."""
+    kl_bound: float
+    region: Region
+
+    def __getitem__(self, rows: slice) -> OldTokens:
+        """Some of the rows, for scoring loops that take a few at a time."""
+        return OldTokens(
+            self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region
+        )
+
+    def sequences(self, counted: Tensor) -> Tensor | None:
+        """The sequence of each token in `counted` [B, T]; those outside the mask are one of their own."""
+        if self.region == "token":
+            return None
+        rows = counted.nonzero()[:, 0]
+        alone = rows.shape[0] + torch.arange(rows.shape[0], device=rows.device) + counted.shape[0]
+        return torch.where(self.mask[counted] > 0, rows, alone)
+
+
+def take_snapshot(
+    weight: Tensor, bias: Tensor | None, weights_at_hand: Callable[..., AbstractContextManager[Any]]
+) -> HeadSnapshot | None:
+    """The head as it is now; None if it is frozen, and so need not be kept."""
+    if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    with weights_at_hand(weight, bias):
+        return HeadSnapshot(weight.detach().clone(), None if bias is None else bias.detach().clone())
+
+
+def evaluate_exactly(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sampled: Tensor,
+    old: OldTokens,
+    counted: Tensor,
+    weights_at_hand: Callable[..., AbstractContextManager[Any]],
+    **transform: Any,
+) -> LinearTrustRegion:
+    """The trust region at counted rows [N, D] of a batch, `counted` [B, T] saying which those are."""
+    old_weight = old_bias = None
+    if old.head is not None:  # gathered by every process, whether or not its rows need it
+        old_weight = whole(old.head.weight).to(weight.dtype)
+        old_bias = None if old.head.bias is None else whole(old.head.bias).to(weight.dtype)
+    return linear_trust_region(
+        hidden,
+        weight,
+        sampled,
+        old.hidden[counted].to(hidden.device),
+        kl_bound=old.kl_bound,
+        bias=bias,
+        old_weight=old_weight,
+        old_bias=old_bias,
+        old_support=old.support[counted],
+        sequences=old.sequences(counted),
+        weights_at_hand=functools.partial(weights_at_hand, weight, bias),
+        **transform,
+    )
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A head that FSDP2 shards as a unit of its own, gathered; nobody else does, as its forward never runs.
+
+    Each process has tokens of its own, so the gradient is the mean over processes, as FSDP2's is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)

@@ -1,0 +1,155 @@
+"""What a TRL trainer keeps of the old policy between scoring it and the updates on its rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.integrations.exact_head import OldTokens
+from tether.integrations.sparse_head import SparseHeadOutput
+from tether.losses import ProjectedTokens
+from tether.projection import CompactLogProbs, SparseLogProbs
+from tether.projection.sparse import EMPTY
+
+# Entries of TRL's batch, a row a completion: TRL shuffles and splits them with everything else.
+IDS, LOG_PROBS, LOG_TAIL = "old_support_ids", "old_support_log_probs", "old_support_log_tail"
+LOG_TAIL_MIN, HIDDEN = "old_support_log_tail_min", "old_hidden"
+# Takes the place of them all once the batch is split.
+_PACKED = "old_policy"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One scoring pass: the sampled tokens' log-probabilities and the distributions they came from."""
+
+    log_probs: Tensor
+    support: SparseLogProbs
+    hidden: Tensor | None
+
+    def entries(self) -> dict[str, Tensor]:
+        """For TRL's batch."""
+        support = self.support
+        entries = {IDS: support.ids.int(), LOG_PROBS: support.log_probs, LOG_TAIL: support.log_tail}
+        if support.log_tail_min is not None:
+            entries[LOG_TAIL_MIN] = support.log_tail_min
+        if self.hidden is not None:
+            counted = (support.ids != EMPTY).any(-1, keepdim=True)
+            entries[HIDDEN] = torch.where(counted, self.hidden, 0.0)
+        return entries
+
+
+def old_support(inputs: dict[str, Any]) -> SparseLogProbs:
+    """The old policy's distributions on their supports, [B, T, K]."""
+    return SparseLogProbs(inputs[IDS].long(), inputs[LOG_PROBS], inputs[LOG_TAIL], inputs.get(LOG_TAIL_MIN))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The old policy of a micro-batch in the memory its tokens need."""
+
+    support: CompactLogProbs
+    counted: Tensor
+    """Tokens that have a distribution, [B, T] bool."""
+    hidden: Tensor | None
+    """Of those tokens, [N, D], in the model's precision."""
+
+    @property
+    def nbytes(self) -> int:
+        hidden = 0 if self.hidden is None else self.hidden.nbytes
+        return self.support.nbytes + self.counted.nbytes + hidden
+
+
+def pack(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the old policy packed, if it holds one that is not."""
+    if IDS not in batch:
+        return batch
+    support = old_support(batch)
+    counted = (support.ids != EMPTY).any(-1)
+    hidden = batch[HIDDEN][counted] if HIDDEN in batch else None
+    kept = {k: v for k, v in batch.items() if k not in (IDS, LOG_PROBS, LOG_TAIL, LOG_TAIL_MIN, HIDDEN)}
+    return {**kept, _PACKED: _Packed(CompactLogProbs.pack(support), counted, hidden)}
+
+
+def unpack(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch as it was before `pack`; supports are as wide as the widest of their tokens."""
+    if _PACKED not in batch:
+        return batch
+    packed: _Packed = batch[_PACKED]
+    hidden = None
+    if packed.hidden is not None:
+        hidden = packed.hidden.new_zeros((*packed.counted.shape, packed.hidden.shape[-1]))
+        hidden[packed.counted] = packed.hidden
+    support = packed.support.unpack()
+    kept = {k: v for k, v in batch.items() if k != _PACKED}
+    return {**kept, **Recorded(support.log_tail, support, hidden).entries()}
+
+
+def bytes_a_token(batches: list[dict[str, Any]]) -> float | None:
+    """Memory that packed batches keep for each token; None if there is none."""
+    packed = [batch[_PACKED] for batch in batches if _PACKED in batch]
+    tokens = sum(int(part.counted.sum()) for part in packed)
+    return sum(part.nbytes for part in packed) / tokens if tokens else None
+
+
+class Tap:
+    """Stands in for the model in TRL's scoring loop: adds keywords to each call and keeps the outputs.
+
+    TRL splits a batch into chunks of rows; per-row keywords are split alongside.
+    """
+
+    def __init__(self, model: Any, keywords: dict[str, Any]) -> None:
+        self._model = model
+        self._keywords = keywords
+        self._row = 0
+        self._outputs: list[SparseHeadOutput] = []
+
+    def __call__(self, **kwargs: Any) -> SparseHeadOutput:
+        rows = slice(self._row, self._row + kwargs["input_ids"].size(0))
+        self._row = rows.stop
+        extra = {
+            name: value[rows] if isinstance(value, (Tensor, OldTokens)) else value
+            for name, value in self._keywords.items()
+        }
+        output = self._model(**kwargs, **extra)
+        self._outputs.append(output)
+        return output
+
+    def support(self, tokens: int) -> SparseLogProbs:
+        """The distributions of all rows at the last `tokens` positions."""
+        parts = [output.support(tokens) for output in self._outputs]
+        least = [part.log_tail_min for part in parts if part.log_tail_min is not None]
+        return SparseLogProbs(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.log_tail for part in parts]),
+            torch.cat(least) if least else None,
+        )
+
+    def hidden(self, tokens: int) -> Tensor | None:
+        """The last hidden states there, if they were kept."""
+        parts = [output.hidden[:, -tokens:] for output in self._outputs if output.hidden is not None]
+        return torch.cat(parts) if parts else None
+
+    def projected(
+        self, tokens: int, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor
+    ) -> ProjectedTokens:
+        """What exact evaluation found there."""
+
+        def read(name: str) -> Tensor:
+            return torch.cat([getattr(output, name)[:, -tokens:] for output in self._outputs])
+
+        projected = read("projected") & (mask > 0)
+        return ProjectedTokens(
+            log_probs=torch.where(projected, read("projected_log_probs"), log_probs),
+            old_log_probs=old_log_probs,
+            regression=torch.where(projected, read("regression"), 0.0),
+            kl=read("kl"),
+            step=torch.where(projected, read("step"), 1.0),
+            projected=projected,
+            tail_mass=read("tail_mass"),
+            certified=read("certified"),
+            uncertain=read("uncertain"),
+        )
