@@ -1,0 +1,115 @@
+"""The committed training curves as a picture, docs/images/episodic-curves.png, and as a table.
+
+    python benchmarks/episodic_curves.py
+
+Both come from benchmarks/results/episodic, nothing is trained. In the picture thin lines are seeds, the
+thick one is their mean; the table is Markdown, printed for docs/episodic_results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tether.experiments import RunFolder
+from tether.experiments.plots import Panel, save_figure, small_multiples
+from tether.experiments.statistics import Curve
+
+RESULTS = Path(__file__).parent / "results" / "episodic"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "episodic-curves.png"
+MILLION = 1e6
+
+HEIGHT = "height of the mean motion (m)"
+SUCCESS = "success of the mean motion"
+
+
+def curves(study: str, metric: str) -> Sequence[Curve]:
+    """One curve a seed of a study, over millions of environment steps."""
+    runs = sorted((RESULTS / study).glob("seed-*"))
+    if not runs:
+        raise SystemExit(f"No runs in {RESULTS / study}: `python benchmarks/episodic.py` writes them.")
+    evaluations = [RunFolder.open(run).evals() for run in runs]
+    return [
+        Curve([row["env_steps"] / MILLION for row in rows], [row[metric] for row in rows])
+        for rows in evaluations
+    ]
+
+
+def success_panel(title: str, studies: dict[str, str]) -> Panel:
+    return Panel(
+        title,
+        {label: curves(study, "success_greedy") for label, study in studies.items()},
+        x_label="million environment steps",
+        y_label=SUCCESS,
+        percent=True,
+    )
+
+
+def height_panel(title: str, studies: dict[str, str], lines: dict[str, float]) -> Panel:
+    return Panel(
+        title,
+        {label: curves(study, "max_height_greedy") for label, study in studies.items()},
+        x_label="million environment steps",
+        y_label=HEIGHT,
+        lines=lines,
+    )
+
+
+def panels() -> list[Panel]:
+    return [
+        height_panel(
+            "Hopper Jump, dense reward",
+            {"tce": "hopper-jump-quick", "bbrl": "hopper-jump-bbrl-quick"},
+            {"standing": 1.5},
+        ),
+        height_panel(
+            "Hopper Jump, sparse reward",
+            {"tce": "hopper-jump-sparse-long", "bbrl": "hopper-jump-sparse-bbrl-long"},
+            {"published, TCE at 3.5M": 1.89},
+        ),
+        success_panel("button-press-v3", {"tce": "metaworld-paper", "bbrl": "metaworld-bbrl"}),
+        success_panel(
+            "Other Meta-World tasks, TCE",
+            {task: f"metaworld-paper-{task}-v3" for task in ("reach", "window-open", "drawer-open")},
+        ),
+        success_panel("Box Pushing, dense", {"tce": "box-pushing-dense-quick"}),
+        success_panel("Table Tennis", {"tce": "table-tennis-quick"}),
+    ]
+
+
+def table() -> str:
+    """What every study came to at each of its budgets, seeds and their (interquartile) mean."""
+    lines = ["| study | environment steps | judged by | mean | seeds | jerk |", "|---|---|---|---|---|---|"]
+    for file in sorted(RESULTS.glob("*/summary.json")):
+        summary = json.loads(file.read_text())
+        name = summary["headline"]
+        for row in summary["budgets"]:
+            seeds = ", ".join(f"{value:.2f}" for value in row["seeds"][name])
+            mean, jerk = row["interquartile_mean"][name], row["interquartile_mean"]["jerk_greedy"]
+            judged = name.removesuffix("_greedy").replace("_", " ")
+            cells = (
+                f"`{file.parent.name}`",
+                f"{row['env_steps']:,}",
+                judged,
+                f"{mean:.3f}",
+                seeds,
+                f"{jerk:.3g}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=PICTURE)
+    options = parser.parse_args()
+    save_figure(small_multiples(panels(), columns=2, width=5.2, height=3.0), options.output)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
