@@ -45,8 +45,8 @@ train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip,
 	$(BIN)/tether llm compare --config recipes/quickstart.yaml
 
 lint: $(VENV)/.test  ## style, types and the direction of dependencies
-	$(BIN)/ruff check src tests recipes examples benchmarks docs
-	$(BIN)/ruff format --check src tests recipes examples benchmarks docs
+	$(BIN)/ruff check src tests recipes examples benchmarks docs/*.py
+	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
