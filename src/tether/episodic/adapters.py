@@ -94,7 +94,8 @@ class Episode:
 
     length: int
     """Steps taken: T, fewer if the environment terminated, 0 if the robot refused the trajectory. The rows
-    after are an absorbing state: the last observation and position repeated, rewards zero."""
+    after are an absorbing state: the last observation and position repeated, rewards zero (of a refused
+    trajectory: its return, spread evenly)."""
 
     success: bool
 
@@ -182,9 +183,10 @@ class PositionControlledEnv(ABC):
         return bool(info.get("success", False))
 
     def refusal(self, desired_positions: FloatArray, desired_velocities: FloatArray) -> float | None:
-        """The reward of a trajectory that the robot must not run, None if it may (the default: always).
+        """The return of a trajectory that the robot must not run, None if it may (the default: always).
 
-        A refused episode takes no step: its one reward comes first, and its start is its absorbing state.
+        A refused episode takes no step, and its start is its absorbing state. Its return is spread evenly
+        over the steps, so that every segment of the motion is blamed for its part.
         """
         return None
 
@@ -262,8 +264,8 @@ class PositionControlledEnv(ABC):
         return Episode(observations, rewards, positions, length, succeeded, extras)
 
     def _refused(self, penalty: float) -> Episode:
-        rewards = np.zeros(self.horizon)
-        rewards[0] = penalty
+        # All at the first step it would be in no segment whose first point lies behind it.
+        rewards = np.full(self.horizon, penalty / self.horizon)
         return Episode(
             observations=np.tile(self._first_observation, (self.horizon + 1, 1)),
             rewards=rewards,
