@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import transformers.utils.hub  # noqa: F401 - before HfApi is replaced, whose type it names
 import yaml
 from short_run import config
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tether.errors import ConfigError, DataError
+from tether.errors import ConfigError, DataError, TetherWarning
 from tether.llm.tasks import CustomTask, Split, Verdict, make_task
 
 
@@ -133,3 +133,43 @@ def test_a_row_without_its_fields_is_named(tmp_path: Path) -> None:
         CustomTask(file).problems("train")
     with pytest.raises(ConfigError, match="max_response_tokens is 0"):
         CustomTask(file, max_response_tokens=0)
+
+
+BROKEN = {
+    "not JSON": b'{"prompt": "1+1?", "ans',
+    "no object": b'["prompt"]',
+    "no answer": b'{"prompt": "1+1?"}',
+    "not text": b'{"prompt": "\xff\xfe", "answer": "2"}',
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_row_is_refused_by_line_or_skipped_by_choice(tmp_path: Path, kind: str) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1?", "answer": str(n + 1)}).encode() for n in range(40)]
+    rows.insert(5, BROKEN[kind])
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join(rows))
+    with pytest.raises(DataError, match=r"rows\.jsonl:6"):
+        CustomTask(file).problems("train")
+    with pytest.warns(TetherWarning, match=r"1 of 4[01] rows are broken and left out .*rows\.jsonl:6"):
+        problems = CustomTask(file, bad_rows="skip").problems("train")
+    file.write_bytes(b"\n".join(row for row in rows if row != BROKEN[kind]))
+    assert problems == CustomTask(file).problems("train")
+
+
+def test_a_file_of_broken_rows_is_refused_whatever_the_choice(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"{\n{\n")
+    with (
+        pytest.warns(TetherWarning, match="2 of 2 rows"),
+        pytest.raises(DataError, match="holds no sound row"),
+    ):
+        CustomTask(tmp_path / "rows.jsonl", bad_rows="skip").problems("train")
+    with pytest.raises(ConfigError, match="bad_rows is 'ignore'"):
+        CustomTask(tmp_path / "rows.jsonl", bad_rows="ignore")
+
+
+def test_line_ends_that_json_allows_inside_a_text_do_not_cut_a_row(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}\u2028+1?\x85", "answer": "2"}, ensure_ascii=False) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    task = CustomTask(tmp_path / "rows.jsonl", chat=False)
+    assert all("\u2028+1?\x85" in problem.prompt for problem in task.problems("train"))

@@ -12,7 +12,7 @@ from typing import get_args
 import datasets
 import pytest
 
-from tether.errors import DataError, InvalidInputError, MissingDependencyError
+from tether.errors import DataError, InvalidInputError, MissingDependencyError, TetherWarning
 from tether.llm.tasks import GSM8KTask, Problem, Split
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 
@@ -228,3 +228,13 @@ def test_a_missing_math_verify_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with MathVerifier() as verifier, pytest.raises(MissingDependencyError, match="math-verify"):
         verifier.check(r"\boxed{5}", "5")
+
+
+def test_a_row_without_a_number_is_skipped_by_choice(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    rows[3]["answer"] = "no number"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.warns(TetherWarning, match=r"1 of 40 rows .*rows\.jsonl:4: the answer does not end"):
+        kept = GSM8KTask(file, bad_rows="skip").problems("train")
+    assert all("3+1?" not in str(problem.prompt) for problem in kept)

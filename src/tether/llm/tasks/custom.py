@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, DataError
-from tether.llm.tasks.jsonl import read_jsonl
+from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
@@ -92,6 +92,7 @@ class CustomTask:
         instruction: Appended to every text prompt.
         chat: Whether text prompts become a user's message, to be rendered by a chat template.
         max_response_tokens: A response length that suits the task.
+        bad_rows: Whether a broken row is refused, or skipped with a warning that counts them.
 
     Raises:
         ConfigError: A verifier that is unknown, cannot be imported or called.
@@ -112,10 +113,12 @@ class CustomTask:
         instruction: str = "",
         chat: bool = True,
         max_response_tokens: int = 256,
+        bad_rows: BadRows = "refuse",
     ) -> None:
         if max_response_tokens < 1:
             raise ConfigError(f"max_response_tokens is {max_response_tokens}; give at least 1.")
         self.path = Path(path)
+        self.bad_rows = check_bad_rows(bad_rows)
         self.prompt_field = prompt_field
         self.answer_field = answer_field
         self.instruction = instruction
@@ -161,25 +164,26 @@ class CustomTask:
         if not self.path.is_dir():
             return [
                 (where, row)
-                for where, row in read_jsonl(self.path, ())
+                for where, row in self._read(self.path)
                 if split_of(self._key(where, row)) == split
             ]
-        tested = read_jsonl(self.path / "test.jsonl", ())
+        tested = self._read(self.path / "test.jsonl")
         if split == "test":
             return tested
         held_out = {self._key(where, row) for where, row in tested}
         given = self.path / "validation.jsonl"
         if given.is_file():
-            validated = read_jsonl(given, ())
+            validated = self._read(given)
             if split == "validation":
                 return [(w, row) for w, row in validated if self._key(w, row) not in held_out]
             held_out |= {self._key(where, row) for where, row in validated}
-        rows = [
-            (w, r) for w, r in read_jsonl(self.path / "train.jsonl", ()) if self._key(w, r) not in held_out
-        ]
+        rows = [(w, r) for w, r in self._read(self.path / "train.jsonl") if self._key(w, r) not in held_out]
         if given.is_file():
             return rows
         return [(w, row) for w, row in rows if split_of(self._key(w, row), test_percent=0) == split]
+
+    def _read(self, file: Path) -> list[tuple[str, dict[str, Any]]]:
+        return read_jsonl(file, (), self.bad_rows, self._problem)
 
     def _key(self, where: str, row: dict[str, Any]) -> str:
         return " ".join(str(self._field(where, row, self.prompt_field)).split())

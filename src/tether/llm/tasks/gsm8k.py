@@ -9,7 +9,7 @@ from typing import Any
 
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks.hub import read_hub
-from tether.llm.tasks.jsonl import read_jsonl
+from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
@@ -34,6 +34,7 @@ class GSM8KTask:
         require_boxed: Whether an answer counts in ``\boxed{}`` alone. False also accepts the last
             expression of a response without a box, which helps models too small to follow the instruction.
         seconds: Time limit of checking one answer; a check that takes longer counts as wrong.
+        bad_rows: Whether a broken row is refused, or skipped with a warning that counts them.
 
     Raises:
         ConfigError: `instruction` is not text.
@@ -55,6 +56,7 @@ class GSM8KTask:
         instruction: str = INSTRUCTION,
         require_boxed: bool = True,
         seconds: float = 5.0,
+        bad_rows: BadRows = "refuse",
     ) -> None:
         if not isinstance(instruction, str):
             raise ConfigError(f"instruction is {instruction!r}; give text (empty for none).")
@@ -62,6 +64,7 @@ class GSM8KTask:
         self.instruction = instruction
         self.require_boxed = require_boxed
         self.max_response_tokens = 512
+        self.bad_rows = check_bad_rows(bad_rows)
         self._verifier = MathVerifier(seconds)
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
@@ -105,7 +108,7 @@ class GSM8KTask:
 
     def _rows(self, split: Split) -> _Rows:
         if self.path is not None and not self.path.is_dir():
-            rows = read_jsonl(self.path, _FIELDS)
+            rows = read_jsonl(self.path, _FIELDS, self.bad_rows, self._problem)
             return [(where, row) for where, row in rows if split_of(row["question"]) == split]
         tested = self._source("test")
         if split == "test":
@@ -119,8 +122,8 @@ class GSM8KTask:
 
     def _source(self, part: str) -> _Rows:
         if self.path is not None:
-            return read_jsonl(self.path / f"{part}.jsonl", _FIELDS)
-        return read_hub(HUB_NAME, part, _FIELDS, config="main")
+            return read_jsonl(self.path / f"{part}.jsonl", _FIELDS, self.bad_rows, self._problem)
+        return read_hub(HUB_NAME, part, _FIELDS, "main", self.bad_rows, self._problem)
 
     def _problem(self, where: str, row: dict[str, Any]) -> Problem:
         solution, marker, answer = row["answer"].rpartition("####")

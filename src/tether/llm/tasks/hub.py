@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tether.errors import DataError, MissingDependencyError
-from tether.llm.tasks.jsonl import check_fields
+from tether.llm.tasks.jsonl import BadRows, Located, check_fields, sound_rows
 
 
 def read_hub(
-    name: str, split: str, fields: Sequence[str], config: str | None = None
-) -> list[tuple[str, dict[str, Any]]]:
+    name: str,
+    split: str,
+    fields: Sequence[str],
+    config: str | None = None,
+    bad_rows: BadRows = "refuse",
+    check: Callable[[str, dict[str, Any]], object] | None = None,
+) -> Located:
     """Read a split of a data set, giving for every row where it stands and the row.
 
     Args:
@@ -19,6 +24,7 @@ def read_hub(
         split: The hub's own name of the split.
         fields: Names every row must have, holding non-empty text.
         config: The data set's configuration; None where it has one only.
+        bad_rows, check: as `read_jsonl`.
 
     Raises:
         MissingDependencyError: `datasets` is not installed.
@@ -36,6 +42,11 @@ def read_hub(
             "check the name, or give the task a path to JSONL files."
         ) from error
     located = [(f"{name} {split} row {number}", dict(row)) for number, row in enumerate(rows)]
-    for where, row in located:
+
+    def parse(where: str, row: dict[str, Any]) -> dict[str, Any]:
         check_fields(row, where, fields)
-    return located
+        if bad_rows == "skip" and check is not None:
+            check(where, row)
+        return row
+
+    return sound_rows(located, parse, bad_rows)

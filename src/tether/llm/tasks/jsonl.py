@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
-from tether.errors import DataError
+from tether.errors import ConfigError, DataError, TetherWarning
+
+Row = TypeVar("Row")
+Parsed = TypeVar("Parsed")
 
 
-def read_jsonl(path: Path, fields: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+BadRows = Literal["refuse", "skip"]
+"""What to do with a row that lacks what the task needs."""
+
+Located = list[tuple[str, dict[str, Any]]]
+"""Rows, each with where it stands: ``file:line``, for errors."""
+
+
+def read_jsonl(
+    path: Path,
+    fields: Sequence[str],
+    bad_rows: BadRows = "refuse",
+    check: Callable[[str, dict[str, Any]], object] | None = None,
+) -> Located:
     """Read a file of one JSON object a line, each with the text fields a task needs.
 
     Args:
         path: The file; blank lines are passed over.
         fields: Names every row must have, holding non-empty text.
+        bad_rows: ``"refuse"`` to stop at the first broken row, ``"skip"`` to leave broken rows out with a
+            warning that counts them.
+        check: With ``"skip"``, further asked about (where, row); a row for which it raises `DataError` is
+            broken.
 
     Returns:
         For every row, where it stands (``file:line``, for later errors) and the row.
 
     Raises:
-        DataError: The file is missing, not UTF-8, or empty; a line is no JSON object or lacks a field.
+        DataError: The file is missing or holds no (sound) row; a row is not UTF-8, no JSON object, or lacks
+            a field.
+
+    Warns:
+        TetherWarning: Rows were left out; the first is named.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,25 +58,72 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[tuple[str, dict[str, A
         raise DataError(
             f"There is no file {path}. Check the path, or create a JSONL file with {_named(fields)}."
         )
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it."
-        ) from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            rows.append((where, _parse_row(line, where, fields)))
+    # Not str.splitlines, which would also cut rows at line ends that JSON allows inside a text.
+    lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    rows = sound_rows(
+        [(f"{path}:{number}", line) for number, line in lines],
+        lambda where, line: _parse_row(line, where, fields),
+        bad_rows,
+    )
+    if bad_rows == "skip" and check is not None:
+        rows = sound_rows(rows, lambda where, row: (check(where, row), row)[1], bad_rows)
     if not rows:
-        raise DataError(f"{path} is empty. Give one JSON object a line with {_named(fields)}.")
+        none = "no sound row" if lines else "is empty"
+        raise DataError(
+            f"{path} {'holds ' if lines else ''}{none}. Give one JSON object a line with {_named(fields)}."
+        )
     return rows
 
 
-def _parse_row(line: str, where: str, fields: Sequence[str]) -> dict[str, Any]:
+def sound_rows(
+    rows: Iterable[tuple[str, Row]], parse: Callable[[str, Row], Parsed], bad_rows: BadRows
+) -> list[tuple[str, Parsed]]:
+    """Parse located rows; those for which `parse` raises `DataError` are refused, or left out and counted.
+
+    Raises:
+        DataError: of `parse`, with ``"refuse"``.
+
+    Warns:
+        TetherWarning: Rows were left out; the first is named.
+    """
+    parsed, broken, count = [], [], 0
+    for count, (where, row) in enumerate(rows, start=1):  # noqa: B007 - the last one is used
+        try:
+            parsed.append((where, parse(where, row)))
+        except DataError as error:
+            if bad_rows == "refuse":
+                raise
+            broken.append(str(error))
+    if broken:
+        warnings.warn(
+            f"{len(broken)} of {count} rows are broken and left out (bad_rows='skip'); the first: "
+            f"{broken[0]}",
+            TetherWarning,
+            stacklevel=3,
+        )
+    return parsed
+
+
+def check_bad_rows(bad_rows: str) -> BadRows:
+    """Refuse another choice than ``"refuse"`` and ``"skip"``.
+
+    >>> check_bad_rows("skip")
+    'skip'
+    """
+    for known in get_args(BadRows):
+        if bad_rows == known:
+            choice: BadRows = known
+            return choice
+    raise ConfigError(f"bad_rows is {bad_rows!r}; use 'refuse' or 'skip'.")
+
+
+def _parse_row(line: bytes, where: str, fields: Sequence[str]) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line). Convert the file."
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}). Fix or remove the line."

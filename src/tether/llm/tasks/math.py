@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks.gsm8k import INSTRUCTION
 from tether.llm.tasks.hub import read_hub
-from tether.llm.tasks.jsonl import read_jsonl
+from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
@@ -60,6 +60,7 @@ class MathTask:
             expression, or the last expression of a text.
         box_reward: Added to the reward of a response with a complete box, right or wrong; 0 for none.
         seconds: Time limit of checking one answer; a check that takes longer counts as wrong.
+        bad_rows: Whether a broken row is refused, or skipped with a warning that counts them.
 
     Raises:
         ConfigError: An unknown benchmark, or `box_reward` outside [0, 1).
@@ -82,6 +83,7 @@ class MathTask:
         require_boxed: bool = True,
         box_reward: float = 0.0,
         seconds: float = 5.0,
+        bad_rows: BadRows = "refuse",
     ) -> None:
         if benchmark not in get_args(Benchmark):
             raise ConfigError(
@@ -98,6 +100,7 @@ class MathTask:
         self.require_boxed = require_boxed
         self.box_reward = box_reward
         self.max_response_tokens = 1024
+        self.bad_rows = check_bad_rows(bad_rows)
         self._verifier = MathVerifier(seconds)
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
@@ -148,7 +151,7 @@ class MathTask:
 
     def _rows(self, split: Split) -> _Rows:
         if self.path is not None and not self.path.is_dir():
-            rows = read_jsonl(self.path, ("problem",))
+            rows = read_jsonl(self.path, ("problem",), self.bad_rows, self._problem)
             return [(where, row) for where, row in rows if split_of(_key(row)) == split]
         tested = self._source(self.benchmark)
         if split == "test":
@@ -162,9 +165,9 @@ class MathTask:
 
     def _source(self, part: Benchmark | Literal["train"]) -> _Rows:
         if self.path is not None:
-            return read_jsonl(self.path / FILES[part], ("problem",))
+            return read_jsonl(self.path / FILES[part], ("problem",), self.bad_rows, self._problem)
         name, split = TRAIN_HUB if part == "train" else BENCHMARK_HUB[part]
-        return read_hub(name, split, ("problem",))
+        return read_hub(name, split, ("problem",), None, self.bad_rows, self._problem)
 
     def _problem(self, where: str, row: dict[str, Any]) -> Problem:
         question = row["problem"].strip()
