@@ -10,7 +10,7 @@ VERL_VENV := .venv-verl
 VERL_BIN  := $(VERL_VENV)/bin
 VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600"
 
-.PHONY: help train test test-verl test-verl-ray test-slow lint clean
+.PHONY: help train bench test test-verl test-verl-ray test-slow lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -68,6 +68,14 @@ $(VENV)/.docs: $(VENV)/.train
 	@echo "Installing what the documentation needs into $(VENV) (once) ..."
 	$(PIP) --editable ".[llm,docs]"
 	@touch $@
+
+$(VENV)/.bench: $(VENV)/.train
+	@echo "Installing what the benchmarks compare with into $(VENV) (once) ..."
+	$(PIP) --editable ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.bench  ## what the trust region costs, against the clip and other people's code (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench
 
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -1,0 +1,55 @@
+"""Run the sections one after the other and say which bars are met."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from benchmarks.bench import report, sections
+from benchmarks.bench.bars import Finding
+
+RESULTS = Path(__file__).parents[1] / "results" / "bench"
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available() and not arguments.quick:
+        devices.append(torch.device("cuda"))
+    missed: list[Finding] = []
+    for device in devices:
+        findings: list[Finding] = []
+        for name, section in sections.SECTIONS.items():
+            if arguments.only and name not in arguments.only:
+                continue
+            print(f"-- {name} on {device.type}, {time.monotonic() - started:.0f} s", flush=True)
+            for finding in section(device, arguments.quick):
+                if arguments.quick:  # sizes that nothing was promised for
+                    finding = replace(finding, bar=None)
+                print(report.terminal_line(finding, device.type), flush=True)
+                findings.append(finding)
+        command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
+        written = report.write(findings, device, arguments.output, command)
+        missed += [finding for finding in findings if finding.verdict(device.type) == "MISSED"]
+        print("written:", *written)
+    print(f"{time.monotonic() - started:.0f} s in all; bars missed: {len(missed)}")
+    for finding in missed:
+        print("  missed:", finding.bar.claim if finding.bar else "", "on", finding.where)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn: whether it runs at all")
+    parser.add_argument("--only", nargs="+", choices=sections.SECTIONS, help="these sections alone")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

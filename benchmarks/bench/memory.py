@@ -1,0 +1,73 @@
+"""Peak memory of one loss and its gradients, each in a process of its own.
+
+    python -m benchmarks.bench.memory CONTESTANT SHAPE
+
+Prints the growth of the peak over what the inputs take, in bytes. On a CPU that is the resident set (Linux),
+on an accelerator what its allocator handed out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from benchmarks.bench import contestants
+from benchmarks.bench.shapes import MEMORY_SHAPES
+from benchmarks.bench.workload import make_untuned_workload
+
+CONTESTANTS = {
+    "clip": contestants.tether_clip,
+    "TROLL": contestants.tether_troll,
+    "paper-style": contestants.paper_style_troll,
+    "TRL clip": contestants.trl_clip,
+    "Liger clip": contestants.liger_clip,
+}
+
+
+def peak_bytes(name: str, shape: str) -> int:
+    """Run a contestant in a new process and read what it printed.
+
+    Raises:
+        RuntimeError: with what the process said, if it failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.bench.memory", name, shape]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def _measure(name: str, shape_name: str) -> int:
+    torch.set_num_threads(1)
+    shape = MEMORY_SHAPES[shape_name]
+    device = torch.device("cpu") if shape_name.startswith("cpu") else torch.device("cuda")
+    warm_up = make_untuned_workload(replace(shape, tokens=8), device)
+    contestants.step(CONTESTANTS[name], warm_up)()  # libraries load what they need
+    del warm_up
+    work = make_untuned_workload(shape, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contestants.step(CONTESTANTS[name], work)()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from here
+    before = _status("VmRSS")
+    contestants.step(CONTESTANTS[name], work)()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+if __name__ == "__main__":
+    print(_measure(sys.argv[1], sys.argv[2]))

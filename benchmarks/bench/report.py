@@ -1,0 +1,82 @@
+"""What was found, as a table on the terminal, a table in Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.bench.bars import Finding
+
+_COLUMNS = ("bar", "ours / against", "where", "ratio", "95 %", "bar at", "verdict", "medians")
+
+
+def write(findings: Sequence[Finding], device: torch.device, folder: Path, command: str) -> list[Path]:
+    """Write `<device>.json` and `<device>.md`, each to a temporary name first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "command": command,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "clock": "processor time" if device.type == "cpu" else "wall time, queue emptied",
+        "findings": [_as_json(finding, device.type) for finding in findings],
+    }
+    written = []
+    for suffix, text in (
+        ("json", json.dumps(record, indent=1) + "\n"),
+        ("md", markdown(findings, device.type)),
+    ):
+        target = folder / f"{device.type}.{suffix}"
+        temporary = target.with_suffix(f".{suffix}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(target)
+        written.append(target)
+    return written
+
+
+def terminal_line(finding: Finding, device_type: str) -> str:
+    """One finding in a line."""
+    number, pair, where, value, interval, limit, verdict, medians = _cells(finding, device_type)
+    return f"{number:>2} {pair:34} {value:>6} {interval:>13} {limit:>5} {verdict:7} {medians:22} {where}"
+
+
+def markdown(findings: Sequence[Finding], device_type: str) -> str:
+    """All findings as a table."""
+    rows = [_COLUMNS, tuple("---" for _ in _COLUMNS), *(_cells(finding, device_type) for finding in findings)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _cells(finding: Finding, device_type: str) -> tuple[str, ...]:
+    limit = finding.limit(device_type)
+    digits = 4 if finding.unit == "s" else 0
+    return (
+        "" if finding.bar is None else str(finding.bar.number),
+        f"{finding.ours} / {finding.against}",
+        finding.where,
+        f"{finding.ratio.median:.3f}",
+        f"{finding.ratio.low:.3f}-{finding.ratio.high:.3f}",
+        "" if limit is None else f"{limit:g}",
+        finding.verdict(device_type),
+        f"{finding.ours_cost:.{digits}f} / {finding.against_cost:.{digits}f} {finding.unit}",
+    )
+
+
+def _as_json(finding: Finding, device_type: str) -> dict[str, Any]:
+    limit, verdict = finding.limit(device_type), finding.verdict(device_type)
+    return asdict(finding) | {"limit": limit, "verdict": verdict}
+
+
+def _processor() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -1,0 +1,252 @@
+"""What is measured: a function a section, each giving findings."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from benchmarks import projection
+from benchmarks.bench import bars, contestants, correctness
+from benchmarks.bench.bars import Bar, Finding
+from benchmarks.bench.memory import peak_bytes
+from benchmarks.bench.shapes import EMBEDDED, GPU, SMALL, SMALL_LONG, TINY
+from benchmarks.bench.timing import Ratio, Times, ratio, run_in_turns
+from benchmarks.bench.workload import Regime, Shape, Workload, make_workloads
+
+Contestants = Mapping[str, Callable[[], object]]
+
+CHECKS = {
+    "clip": (contestants.tether_clip, correctness.dense_clip),
+    "TROLL": (contestants.tether_troll, correctness.dense_bucket),
+    "TROLL exact": (contestants.tether_exact, correctness.dense_exact),
+    "paper-style": (contestants.paper_style_troll, correctness.dense_paper),
+    "TRL clip": (contestants.trl_clip, correctness.dense_clip),
+    "Liger clip": (contestants.liger_clip, correctness.dense_clip),
+}
+RATES = (0.0, 0.001, 0.01, 0.1, 1.0)
+FEW, ALL = 0.001, 1.0
+
+
+def main_shapes(device: torch.device, quick: bool) -> list[Finding]:
+    """Bars 1 to 5 and 8 on peaked rows: every path, at every rate of violations."""
+    if quick:
+        return _heads(TINY, device, turns=1)
+    if device.type == "cpu":
+        return _heads(SMALL, device, turns=7)
+    return [finding for shape in GPU for finding in _heads(shape, device, turns=7)]
+
+
+def _heads(shape: Shape, device: torch.device, turns: int) -> list[Finding]:
+    work = make_workloads(shape, "peaked", RATES, device)
+    _check(work, f"{shape.name}, peaked")
+    running: dict[str, Callable[[], object]] = {
+        "clip": contestants.step(contestants.tether_clip, work[FEW]),
+        "TROLL": contestants.step(contestants.tether_troll, work[FEW]),
+        "TROLL all": contestants.step(contestants.tether_troll, work[ALL]),
+        "clip again": contestants.step(contestants.tether_clip, work[FEW]),
+        "paper-style": contestants.step(contestants.paper_style_troll, work[FEW]),
+        "paper-style all": contestants.step(contestants.paper_style_troll, work[ALL]),
+        "TRL clip": contestants.step(contestants.trl_clip, work[FEW]),
+        "Liger clip": contestants.step(contestants.liger_clip, work[FEW]),
+        "exact": contestants.step(contestants.tether_exact, work[FEW]),
+        "exact all": contestants.step(contestants.tether_exact, work[ALL]),
+        "clip on all": contestants.step(contestants.tether_clip, work[ALL]),
+    }
+    times = run_in_turns(running, turns, device)
+    fastest = min(("TRL clip", "Liger clip"), key=lambda name: statistics.median(times[name]))
+    few = _where(shape, "peaked", work[FEW])
+    every = _where(shape, "peaked", work[ALL])
+    others = {
+        f"TROLL {rate:.0%}": contestants.step(contestants.tether_troll, work[rate])
+        for rate in RATES
+        if rate not in (FEW, ALL)
+    }
+    other = run_in_turns({"clip": running["clip"]} | others, max(1, turns // 2), device)
+    return [
+        _finding(times, "clip", "clip again", f"{few} (A/A, the noise)"),
+        _finding(times, "TROLL", "clip", few, bars.TROLL_FEW),
+        _finding(times, "TROLL all", "clip", f"{every}; the clip acts on few tokens", bars.TROLL_ALL),
+        _finding(times, "TROLL all", "clip on all", f"{every}; the clip drops its tokens", None),
+        *(_finding(other, name, "clip", _where(shape, "peaked", None)) for name in others),
+        _finding(times, "clip", fastest, few, bars.THIRD_PARTY),
+        *(_finding(times, "clip", name, few) for name in ("TRL clip", "Liger clip") if name != fastest),
+        _finding(times, "TROLL", "paper-style", few, bars.PAPER_TIME),
+        _finding(times, "TROLL all", "paper-style all", every, bars.PAPER_TIME),
+        _finding(times, "exact", "TROLL", few, bars.EXACT),
+        _finding(times, "exact all", "TROLL all", every, bars.EXACT),
+    ]
+
+
+def long_batch(device: torch.device, quick: bool) -> list[Finding]:
+    """More tokens than the workspace holds: the backward pass forms the logits again."""
+    if quick or device.type != "cpu":
+        return []
+    work = make_workloads(SMALL_LONG, "peaked", (FEW,), device)[FEW]
+    names = ("clip", "TROLL", "paper-style", "Liger clip", "TROLL exact")
+    times = run_in_turns({name: contestants.step(CHECKS[name][0], work) for name in names}, 3, device)
+    where = _where(SMALL_LONG, "peaked", work)
+    return [
+        _finding(times, "TROLL", "clip", where, bars.TROLL_FEW),
+        _finding(times, "clip", "Liger clip", where, bars.THIRD_PARTY),
+        _finding(times, "TROLL", "paper-style", where, bars.PAPER_TIME),
+        _finding(times, "TROLL exact", "TROLL", where, bars.EXACT),
+    ]
+
+
+def near_uniform(device: torch.device, quick: bool) -> list[Finding]:
+    """Rows on which every id is about as likely: the support holds next to nothing."""
+    shape = TINY if quick else SMALL if device.type == "cpu" else GPU[0]
+    work = make_workloads(shape, "uniform", (FEW, ALL), device)
+    _check(work, f"{shape.name}, near-uniform")
+    return _troll_and_exact(shape, "uniform", work, 1 if quick else 5, device)
+
+
+def embedded_shape(device: torch.device, quick: bool) -> list[Finding]:
+    """The embedded model's head is so small that the projection is not small beside it: no bar, a report."""
+    if quick:
+        return []
+    work = make_workloads(EMBEDDED, "peaked", (FEW, ALL), device)
+    findings = _troll_and_exact(EMBEDDED, "peaked", work, 9, device)
+    return [replace(finding, bar=None) for finding in findings]
+
+
+def _troll_and_exact(
+    shape: Shape, regime: Regime, work: Mapping[float, Workload], turns: int, device: torch.device
+) -> list[Finding]:
+    times = run_in_turns(
+        {
+            "clip": contestants.step(contestants.tether_clip, work[FEW]),
+            "TROLL": contestants.step(contestants.tether_troll, work[FEW]),
+            "TROLL all": contestants.step(contestants.tether_troll, work[ALL]),
+            "exact": contestants.step(contestants.tether_exact, work[FEW]),
+            "exact all": contestants.step(contestants.tether_exact, work[ALL]),
+        },
+        turns, device,
+    )  # fmt: skip
+    few, every = _where(shape, regime, work[FEW]), _where(shape, regime, work[ALL])
+    return [
+        _finding(times, "TROLL", "clip", few, bars.TROLL_FEW),
+        _finding(times, "TROLL all", "clip", every, bars.TROLL_ALL),
+        _finding(times, "exact", "TROLL", few, bars.EXACT),
+        _finding(times, "exact all", "TROLL all", every, bars.EXACT),
+    ]
+
+
+def old_policy(device: torch.device, quick: bool) -> list[Finding]:
+    """Bar 3: what it costs to keep the most likely ids while the old policy is scored."""
+    findings = []
+    for shape in (TINY,) if quick else (SMALL,) if device.type == "cpu" else GPU:
+        work = make_workloads(shape, "peaked", (0.0,), device)[0.0]
+        times = run_in_turns(
+            {
+                "with top-K": contestants.old_policy_pass(work, with_support=True),
+                "plain": contestants.old_policy_pass(work, with_support=False),
+                "plain again": contestants.old_policy_pass(work, with_support=False),
+            },
+            1 if quick else 11, device,
+        )  # fmt: skip
+        where = _where(shape, "peaked", None)
+        findings += [
+            _finding(times, "plain", "plain again", f"{where} (A/A, the noise)"),
+            _finding(times, "with top-K", "plain", where, bars.OLD_PASS),
+        ]
+    return findings
+
+
+def root_search(device: torch.device, quick: bool) -> list[Finding]:
+    """Bar 6: the projection against the papers' search, as published and stopping early."""
+    findings = []
+    shapes = [projection.Shape("tiny", 300, 65, 1.0)] if quick else projection.SHAPES
+    for shape in shapes:
+        new, old = (rows.to(device) for rows in projection.make_rows(shape))
+        projection.check(new, old)
+        methods = {
+            "Newton": projection.by_newton,
+            "published": projection.as_published,
+            "stopped early": projection.by_bracketing,
+            "Newton again": projection.by_newton,
+        }
+        running = {name: functools.partial(method, new, old) for name, method in methods.items()}
+        times = run_in_turns(running, 1 if quick else 3, device)
+        bar = bars.BRACKETING if shape.violating == 1.0 else None
+        findings += [
+            _finding(times, "Newton", "published", shape.name, bar),
+            _finding(times, "Newton", "stopped early", shape.name),
+            _finding(times, "Newton", "Newton again", f"{shape.name} (A/A, the noise)"),
+        ]
+    return findings
+
+
+def memory(device: torch.device, quick: bool) -> list[Finding]:
+    """Bar 5's other half: peaks in processes of their own."""
+    if device.type == "cpu":
+        names = ["cpu tiny" if quick else "cpu"]
+    else:
+        names = [f"gpu {shape.name}" for shape in GPU]
+    findings = []
+    for name in names:
+        peaks = {c: float(peak_bytes(c, name)) for c in ("TROLL", "clip", "paper-style", "Liger clip")}
+        shape = TINY if quick else SMALL_LONG if device.type == "cpu" else GPU[names.index(name)]
+        where = f"{shape.name}, {shape.tokens} tokens"
+        findings += [
+            _memory_finding(peaks, "TROLL", "paper-style", where, bars.PAPER_MEMORY),
+            _memory_finding(peaks, "TROLL", "clip", where),
+            _memory_finding(peaks, "clip", "Liger clip", where),
+        ]
+    return findings
+
+
+def training_step(device: torch.device, quick: bool) -> list[Finding]:
+    """Bar 7: the whole training step, through the real trainers."""
+    from benchmarks.bench import training_step as training
+
+    if quick:
+        return []
+    times = training.run_in_turns(5, 1, device)
+    where = "512 responses, then 8 updates of 64"
+    return [
+        _finding(times, "clip", "clip again", f"{where} (A/A, the noise)"),
+        _finding(times, "TROLL", "clip", where, bars.TRAINING_STEP),
+        _finding(times, "clip measured by Tether", "clip", where),
+    ]
+
+
+SECTIONS = {
+    function.__name__: function
+    for function in (
+        main_shapes, long_batch, near_uniform, embedded_shape, old_policy, root_search, memory, training_step,
+    )
+}  # fmt: skip
+
+
+def _check(work: Mapping[float, Workload], name: str) -> None:
+    for rate, workload in work.items():
+        if rate in (FEW, ALL):
+            errors = correctness.check(CHECKS, workload)
+            print(f"checked on {name}, {rate:.1%} violating: gradients are within", end=" ")
+            print(f"{max(errors.values()):.0e} of float64", flush=True)
+
+
+def _where(shape: Shape, regime: Regime, work: Workload | None) -> str:
+    head = f"{shape.name}, {shape.tokens} tokens, {'peaked' if regime == 'peaked' else 'near-uniform'}"
+    return head if work is None else f"{head}, {work.violating:.1%} violating"
+
+
+def _finding(times: Times, ours: str, against: str, where: str, bar: Bar | None = None) -> Finding:
+    return Finding(
+        ours, against, where, ratio(times, ours, against),
+        statistics.median(times[ours]), statistics.median(times[against]), bar=bar,
+    )  # fmt: skip
+
+
+def _memory_finding(
+    peaks: Mapping[str, float], ours: str, against: str, where: str, bar: Bar | None = None
+) -> Finding:
+    value = peaks[ours] / peaks[against]
+    mebibytes = {name: peak / 2**20 for name, peak in peaks.items()}
+    return Finding(
+        ours, against, where, Ratio(value, value, value), mebibytes[ours], mebibytes[against], "MiB", bar
+    )

@@ -1,0 +1,90 @@
+"""The benchmark harness: its statistics on numbers known by hand, and one run of all it can do in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench import bars, correctness, timing
+from benchmarks.bench.bars import Finding
+from benchmarks.bench.contestants import tether_clip
+from benchmarks.bench.memory import peak_bytes
+from benchmarks.bench.shapes import TINY
+from benchmarks.bench.workload import KL_BOUND, make_workloads
+
+
+CPU = torch.device("cpu")
+
+
+def test_ratios_are_paired_by_turn_and_their_interval_holds_the_median() -> None:
+    drifting = [1.0, 2.0, 4.0, 8.0, 16.0]
+    times = {"a": [1.1 * t for t in drifting], "b": drifting}
+    paired = timing.ratio(times, "a", "b")
+    assert paired.median == pytest.approx(1.1)
+    assert paired.low == pytest.approx(1.1)  # the drift is in both
+    assert paired.high == pytest.approx(1.1)
+    noisy = timing.ratio({"a": [1.0, 2.0, 3.0, 4.0, 5.0], "b": [1.0] * 5}, "a", "b")
+    assert noisy.low < noisy.median == 3.0 < noisy.high
+
+
+def test_every_turn_runs_contestants_forwards_and_backwards() -> None:
+    calls: list[str] = []
+    times = timing.run_in_turns({n: lambda n=n: calls.append(n) for n in "abc"}, 2, CPU)
+    assert "".join(calls) == "abc" + "abccba" * 2
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_bar_is_met_by_a_median_at_its_limit_and_not_above() -> None:
+    def finding(median: float) -> Finding:
+        return Finding("a", "b", "here", timing.Ratio(median, 0.0, 9.0), 1.0, 1.0, bar=bars.TROLL_FEW)
+
+    assert finding(1.05).verdict("cpu") == "met"
+    assert finding(1.06).verdict("cpu") == finding(1.05).verdict("cuda") == "MISSED"
+
+
+@pytest.mark.parametrize("regime", ["peaked", "uniform"])
+def test_workloads_violate_as_often_as_they_say(regime: str) -> None:
+    """Judged by dense float64: the divergence on the support and one outcome for the rest."""
+    for rate, work in make_workloads(TINY, regime, (0.0, 0.1, 1.0), CPU).items():  # type: ignore[arg-type]
+        new = (work.hidden.double() @ work.weight.double().T).softmax(-1).detach()
+        old = (work.old_hidden.double() @ work.weight.double().T).softmax(-1).detach()
+        held = torch.zeros_like(new, dtype=torch.bool)
+        for row, ids in enumerate(work.old.ids):
+            held[row, ids[ids >= 0].long()] = True
+        buckets = [torch.cat((x * held, (x * ~held).sum(-1, keepdim=True)), -1) for x in (new, old)]
+        kl = torch.where(buckets[0] > 0, buckets[0] * (buckets[0] / buckets[1]).log(), 0.0).nansum(-1)
+        expected = -(-rate * TINY.tokens // 1) / TINY.tokens
+        assert float((kl > KL_BOUND).double().mean()) == work.violating == pytest.approx(expected)
+
+
+def test_a_wrong_gradient_stops_the_benchmark() -> None:
+    work = make_workloads(TINY, "peaked", (0.1,), CPU)[0.1]
+    assert correctness.check({"clip": (tether_clip, correctness.dense_clip)}, work)["clip"] < 1e-5
+    with pytest.raises(SystemExit, match=r"clip on tiny: its gradient is off by .* means nothing"):
+        correctness.check({"clip": (lambda w: 1.01 * tether_clip(w), correctness.dense_clip)}, work)
+
+
+def test_the_command_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["main_shapes", "old_policy", "root_search"]
+    monkeypatch.setattr("sys.argv", ["bench", "--quick", "--output", str(tmp_path), "--only", *names])
+    bench.main()
+    record = json.loads((tmp_path / "cpu.json").read_text())
+    pairs = {(f["ours"], f["against"]) for f in record["findings"]}
+    assert ("TROLL", "clip") in pairs
+    assert ("with top-K", "plain") in pairs
+    assert ("Newton", "published") in pairs
+    assert all(f["ratio"]["low"] <= f["ratio"]["median"] <= f["ratio"]["high"] for f in record["findings"])
+    table = (tmp_path / "cpu.md").read_text().splitlines()
+    assert len(table) == 2 + len(record["findings"])
+    assert "gradients are within" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+def test_peak_memory_is_that_of_the_loss_and_not_of_the_libraries() -> None:
+    """Dense TROLL on [64, 1024] holds its logits, their log-softmax and gradients: a quarter MiB each."""
+    assert 2 * 2**18 < peak_bytes("paper-style", "cpu tiny") < 64 * 2**18
