@@ -42,7 +42,7 @@ def naive(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
     if vocabulary_size is not None:
-        padding = torch.arange(weight.shape[0]) >= vocabulary_size
+        padding = torch.arange(weight.shape[0], device=weight.device) >= vocabulary_size
         logits = logits.masked_fill(padding, -INF)
     log_probs = logits.log_softmax(-1)
     finite = torch.where(torch.isneginf(log_probs), 0.0, log_probs)
@@ -68,7 +68,8 @@ def make_inputs(
 def _upstreams(result: LinearLogProbs, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = (result.log_probs.shape, result.entropy.shape, result.top_log_probs.shape)  # type: ignore[union-attr]
-    first, second, third = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    draws = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    first, second, third = (draw.to(ids.device) for draw in draws)
     first[3] = second[3] = third[3] = 0  # a row without gradient
     return torch.where(ids == -1, 0.0, first), second, third
 

@@ -7,14 +7,20 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """By exp, and by its series near zero, where that would cancel in float32."""
+    """By exp, and by its series near zero, where that would lose digits of float32."""
     fall = tl.exp(-2 * tl.abs(x))
     far = (1 - fall) / (1 + fall)
     result = tl.where(x < 0, -far, far)
     if x.dtype == tl.float32:
         square = x * x
-        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        result = tl.where(tl.abs(x) < 0.3, x * series, result)
+        series = -929569 / 638512875
+        series = 21844 / 6081075 + square * series
+        series = -1382 / 155925 + square * series
+        series = 62 / 2835 + square * series
+        series = -17 / 315 + square * series
+        series = 2 / 15 + square * series
+        series = -1 / 3 + square * series
+        result = tl.where(tl.abs(x) < 0.55, x + x * (square * series), result)
     return result
 
 
