@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from benchmarks import projection
 from benchmarks.bench import bars, contestants, correctness
 from benchmarks.bench.bars import Bar, Finding
 from benchmarks.bench.memory import peak_bytes
 from benchmarks.bench.shapes import EMBEDDED, GPU, SMALL, SMALL_LONG, TINY
 from benchmarks.bench.timing import Ratio, Times, ratio, run_in_turns
 from benchmarks.bench.workload import Regime, Shape, Workload, make_workloads
+
+from benchmarks import projection
 
 Contestants = Mapping[str, Callable[[], object]]
 

@@ -15,7 +15,6 @@ from benchmarks.bench.memory import peak_bytes
 from benchmarks.bench.shapes import TINY
 from benchmarks.bench.workload import KL_BOUND, make_workloads
 
-
 CPU = torch.device("cpu")
 
 
