@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops.head import VOCABULARY_BLOCK, Head
+from tether.ops.memory import new_empty
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
@@ -50,7 +51,7 @@ class PolicyPair:
         """With buffers for a block of rows."""
         rows = min(max(1, hidden.shape[0]), max(1, WORKSPACE_ELEMENTS // (2 * weight.shape[0])))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
+        buffers = new_empty(hidden, (2, rows, weight.shape[0]), dtype)
         return cls(head, hidden, weight, bias, old, buffers)
 
     @property

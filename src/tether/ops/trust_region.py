@@ -27,6 +27,7 @@ from tether.ops.dense_rows import (
     reduce_rows,
 )
 from tether.ops.head import Head, add_weight_gradient, times_weight
+from tether.ops.memory import new_zeros
 from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
 from tether.ops.shared_steps import project_sequences
 from tether.projection.categorical import check_kl_bound
@@ -190,7 +191,7 @@ class _LinearTrustRegion(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
             pair = PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old)
-            grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+            grad_weight = new_zeros(weight, weight.shape, dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
             for block in pair.blocks(arrived.rows()):
                 grad = _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound)
