@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tiny_language_model import largest_difference, make_prompts, make_tiny_mode
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from tether.errors import ConfigError
+from tether.integrations.exact_head import take_snapshot
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.losses import troll
 from tether.projection import kl_categorical
@@ -176,3 +179,15 @@ def test_the_baseline_keeps_neither_hidden_states_nor_a_head(train: Callable[...
     trainer = train(OldPolicyTrainer, GRPOConfig, max_steps=2)
     assert trainer._old_head is None
     assert all(batch["old_policy"].hidden is None for batch in trainer._buffered_inputs)
+
+
+def test_a_head_that_is_not_whole_is_refused_and_a_frozen_one_is_not_copied() -> None:
+    def at_hand(*_: Any) -> Any:
+        return nullcontext()
+
+    for shard in (torch.zeros(0), torch.zeros(96)):
+        with pytest.raises(ConfigError, match="fsdp_version"):
+            take_snapshot(shard.requires_grad_(), None, at_hand)
+    assert take_snapshot(torch.zeros(3, 2), torch.zeros(3), at_hand) is None
+    learns = torch.zeros(3).requires_grad_()
+    assert take_snapshot(torch.zeros(3, 2), learns, at_hand) is not None, "a bias alone may learn"

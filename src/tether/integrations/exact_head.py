@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from tether.errors import ConfigError
 from tether.ops import LinearTrustRegion, linear_trust_region
 from tether.projection import SparseLogProbs
 from tether.projection.categorical import Region
@@ -62,10 +63,20 @@ class OldTokens:
 def take_snapshot(
     weight: Tensor, bias: Tensor | None, weights_at_hand: Callable[..., AbstractContextManager[Any]]
 ) -> HeadSnapshot | None:
-    """The head as it is now; None if it is frozen, and so need not be kept."""
+    """The head as it is now; None if it is frozen, and so need not be kept.
+
+    Raises:
+        ConfigError: a head whose weights are not there as a matrix, such as FSDP1's flat shards.
+    """
     if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return None
     with weights_at_hand(weight, bias):
+        if weight.dim() != 2 or not weight.numel():
+            raise ConfigError(
+                'troll_support="exact" keeps a copy of the LM head it trains, but this process holds a '
+                f"shard of shape {tuple(weight.shape)} that cannot be gathered here. Use FSDP2 "
+                '("fsdp_version": 2), DeepSpeed ZeRO, LoRA (whose head is frozen) or troll_support="bucket".'
+            )
         return HeadSnapshot(weight.detach().clone(), None if bias is None else bias.detach().clone())
 
 
