@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError, MissingDependencyError
@@ -16,8 +17,8 @@ Backend = Literal["auto", "torch", "triton"]
 def use_triton(backend: Backend, tensor: Tensor, *, unfit: str | None = None) -> bool:
     """Whether the Triton kernels run on `tensor`.
 
-    "auto" takes them on a CUDA device where Triton is installed (PyTorch brings it on Linux), "torch"
-    never, "triton" always or not at all: what it cannot do is refused.
+    "auto" takes them on a CUDA device of compute capability 7 or more where Triton is installed (PyTorch
+    brings it on Linux), "torch" never, "triton" always or not at all: what it cannot do is refused.
 
     Args:
         backend: the caller's choice.
@@ -38,7 +39,7 @@ def use_triton(backend: Backend, tensor: Tensor, *, unfit: str | None = None) ->
     if backend == "torch":
         return False
     if backend == "auto":
-        return tensor.is_cuda and unfit is None and _installed()
+        return tensor.is_cuda and unfit is None and _installed() and _compiles_for(tensor.get_device())
     if not _installed():
         raise MissingDependencyError(
             'backend="triton" needs the package triton, which is not installed: pip install triton. '
@@ -58,6 +59,11 @@ def use_triton(backend: Backend, tensor: Tensor, *, unfit: str | None = None) ->
 @functools.cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _compiles_for(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def _interpreted() -> bool:
