@@ -81,7 +81,7 @@ docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of it.
-STUDIES := $(patsubst %,study-%,search a b c d e f h i)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 

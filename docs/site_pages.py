@@ -38,6 +38,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.integrations.trl_losses",
         "tether.integrations.trl_advantages",
         "tether.integrations.trl_critic",
+        "tether.integrations.trl_inside",
         "tether.integrations.loss_options",
     ),
     "Language models": (
@@ -74,6 +75,7 @@ _STUDIES = {
     "c": "GSPO's ratio",
     "d": "TROLL's settings",
     "e": "learning rates",
+    "g": "keeping the network inside",
     "h": "the longer task",
     "quick-a": "trust region by estimator, small",
     "quick-b": "staleness, small",

@@ -51,6 +51,12 @@ class TrainConfig:
     their exact mass, or with the paper's fixed probability for each other id."""
     region: Region = "token"
     """TROLL: bound each token, or the mean over a sequence's tokens."""
+    alpha_tolerance: float | None = None
+    """TROLL: adapt alpha until the network's mean excess over the bound is this share of the bound."""
+    regression_updates: int = 0
+    """TROLL: the last so many updates of each batch only pull the network to its projection."""
+    kl_stop: float | None = None
+    """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
     clip_low: float | None = None
     """Clip: how far a ratio may fall; by default .2, and 3e-4 for gspo."""
     clip_high: float | None = None

@@ -94,12 +94,32 @@ def check_method(config: TrainConfig) -> None:
             f"loss_options={dict(config.loss_options)} are for losses of tether.losses; "
             f"{config.trust_region} is set by fields: {_OWN_FIELDS[config.trust_region]}."
         )
+    _check_inside(config)
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)} (1 is usual).")
     for name in ("critic_learning_rate", "value_clip"):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}.")
+
+
+def _check_inside(config: TrainConfig) -> None:
+    of_troll = {
+        "alpha_tolerance": config.alpha_tolerance,
+        "regression_updates": config.regression_updates or None,
+    }
+    for name, value in of_troll.items():
+        if value is not None and config.trust_region != "troll":
+            raise ConfigError(f"{name}={value} acts on TROLL's regression; {config.trust_region} has none.")
+    for name in ("alpha_tolerance", "kl_stop"):
+        value = getattr(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} must be a positive number, got {value}.")
+    if not 0 <= config.regression_updates < config.updates_per_rollout:
+        raise ConfigError(
+            f"regression_updates={config.regression_updates} must leave some of the "
+            f"{config.updates_per_rollout} updates of a batch to the policy gradient."
+        )
 
 
 def trl_settings_of(config: TrainConfig) -> dict[str, Any]:
@@ -119,11 +139,12 @@ def build_trainer(
     """
     trainer_class, args, chosen = _trust_region(config, settings)
     estimator, more = _estimator(config)
-    bases = (trainer_class,) if estimator is None else (estimator, trainer_class)
+    inside, remedies = _inside(config)
+    bases = tuple(base for base in (estimator, inside, trainer_class) if base is not None)
     # Baselines look at as many ids as TROLL would, to measure how far the policy moves.
     support = {"support_top_k": config.top_k, "support_mass": config.mass}
     made: Any = type(trainer_class.__name__, bases, support)
-    trainer: OldPolicyTrainer = made(args=args, **arguments, **chosen, **more)
+    trainer: OldPolicyTrainer = made(args=args, **arguments, **chosen, **more, **remedies)
     return trainer
 
 
@@ -171,3 +192,17 @@ def _estimator(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
         options = {"gamma": config.gamma} if config.estimator == "reinforce_plus_plus" else {}
         return AdvantageTrainer, {"advantage": config.estimator, "advantage_options": options}
     return None, {}
+
+
+def _inside(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
+    """The remedies that keep the network itself near the old policy, where any was chosen."""
+    if config.kl_stop is None and config.alpha_tolerance is None and config.regression_updates == 0:
+        return None, {}
+    from tether.integrations.trl_inside import InsideOptions, InsideTrainer
+
+    options = InsideOptions(
+        kl_stop=config.kl_stop,
+        alpha_tolerance=config.alpha_tolerance,
+        regression_updates=config.regression_updates,
+    )
+    return InsideTrainer, {"inside": options}
