@@ -10,7 +10,7 @@ import torch.multiprocessing as multiprocessing
 
 from tether.errors import InvalidInputError
 from tether.ops import logits as logits_module
-from tether.ops.logits import VocabularyShard, logits_log_probs, logits_top_ids
+from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 
 VOCABULARY, TOKENS = 300, 12
 
@@ -84,6 +84,8 @@ def test_top_ids_are_those_of_a_stable_sort() -> None:
     expected = logits[rows].sort(dim=-1, descending=True, stable=True).indices[:, :9]
     assert torch.equal(logits_top_ids(logits, 9, rows=rows), expected)
     assert logits_top_ids(logits, 10_000).shape == (TOKENS + 4, VOCABULARY)
+    least = logits[rows].sort(dim=-1, stable=True).indices[:, :1]
+    assert torch.equal(logits_least_id(logits, rows=rows), least)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,8 @@ def _split(rank: int, folder: str) -> None:
     weights = torch.linspace(-1, 1, ids.numel(), dtype=torch.float64).view(ids.shape)
     torch.where(ids < 0, 0.0, found).mul(weights).sum().backward()
     top = logits_top_ids(mine, 150, rows=rows, shard=shard)  # more than the narrower shard holds
-    torch.save((found.detach(), mine.grad, top), f"{folder}/{rank}.pt")
+    least = logits_least_id(mine, rows=rows, shard=shard)
+    torch.save((found.detach(), mine.grad, top, least), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -131,7 +134,8 @@ def test_a_split_vocabulary_gives_what_the_whole_one_gives(tmp_path: Path) -> No
     torch.where(ids < 0, 0.0, expected).mul(weights).sum().backward()
     top = logits[rows].sort(dim=-1, descending=True, stable=True).indices[:, :150]
     for rank, columns in enumerate((slice(0, 170), slice(170, VOCABULARY))):
-        found, gradient, found_top = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        found, gradient, found_top, least = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(found, expected.detach(), atol=1e-12, rtol=1e-12)
         torch.testing.assert_close(gradient, leaf.grad[:, columns], atol=1e-12, rtol=1e-12)
         assert torch.equal(found_top, top)
+        assert torch.equal(least, logits[rows].sort(dim=-1, stable=True).indices[:, :1])

@@ -20,7 +20,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses import ProjectedTokens, project_tokens
 from tether.losses.tokens import read_tokens
-from tether.ops.logits import VocabularyShard, logits_log_probs, logits_top_ids
+from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
 
 Support = Literal["bucket", "paper"]
@@ -56,7 +56,7 @@ def record_old_policy(
         shard: for a vocabulary that is split over processes.
 
     Returns:
-        A distribution a token, [N, K + 1] float32, without gradient.
+        A distribution a token, [N, K + 1] float32, without gradient, with what certificates need.
 
     Raises:
         InvalidInputError: shapes that do not fit, an impossible `top_k` or `mass`, or NaN among the logits.
@@ -71,7 +71,8 @@ def record_old_policy(
     """
     with torch.no_grad():
         top = logits_top_ids(logits, top_k, rows=rows, shard=shard)
-        return _sparse(logits, sampled_ids, top, mass, rows, shard)[1]
+        least = logits_least_id(logits, rows=rows, shard=shard)
+        return _sparse(logits, sampled_ids, top, mass, rows, shard, least)[1]
 
 
 def project_on_old_policy(
@@ -131,7 +132,7 @@ def project_on_old_policy(
         new = SparseLogProbs.from_log_probs(
             wanted[:, 1:], found[:, 1:], vocabulary_size=_vocabulary(logits, shard)
         )
-        old = SparseLogProbs(wanted[:, 1:], old.log_probs, old.log_tail)
+        old = SparseLogProbs(wanted[:, 1:], old.log_probs, old.log_tail, old.log_tail_min)
     layout = _Layout(sampled_ids.shape[0], sequence_lengths, sampled_ids.device)
     tokens = project_tokens(
         layout.pad(log_probs),
@@ -194,13 +195,17 @@ def _sparse(
     mass: float,
     rows: Tensor | None,
     shard: VocabularyShard | None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, SparseLogProbs]:
     """Log-probabilities of the sampled tokens, and the distributions on the most likely ids and those."""
-    wanted = torch.cat((sampled_ids[:, None].long(), top), -1)
-    found = logits_log_probs(logits, wanted, rows=rows, shard=shard)
-    support = SparseLogProbs.from_top_k(
-        top, found[:, 1:], wanted[:, 0], found[:, 0], mass=mass, vocabulary_size=_vocabulary(logits, shard)
+    parts = [sampled_ids[:, None].long(), top]
+    found = logits_log_probs(
+        logits, torch.cat(parts if least is None else [*parts, least], -1), rows=rows, shard=shard
     )
+    support = SparseLogProbs.from_top_k(
+        top, found[:, 1 : 1 + top.shape[-1]], sampled_ids.long(), found[:, 0], mass=mass,
+        vocabulary_size=_vocabulary(logits, shard), log_tail_min=None if least is None else found[:, -1],
+    )  # fmt: skip
     return found[:, 0], support
 
 
@@ -231,8 +236,12 @@ class _Layout:
         return padded.masked_scatter(self.mask.view(*self.mask.shape, *[1] * (rows.dim() - 1)), rows)
 
     def pad_distribution(self, distribution: SparseLogProbs) -> SparseLogProbs:
+        least = distribution.log_tail_min
         return SparseLogProbs(
-            self.pad(distribution.ids), self.pad(distribution.log_probs), self.pad(distribution.log_tail)
+            self.pad(distribution.ids),
+            self.pad(distribution.log_probs),
+            self.pad(distribution.log_tail),
+            None if least is None else self.pad(least),
         )
 
     def flatten(self, tokens: ProjectedTokens) -> ProjectedTokens:

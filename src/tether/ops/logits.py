@@ -104,6 +104,32 @@ def logits_top_ids(
     return _merge_top_ids(ids + shard.start, values, min(top_k, shard.vocabulary_size), shard)
 
 
+def logits_least_id(
+    logits: Tensor, *, rows: Tensor | None = None, shard: VocabularyShard | None = None
+) -> Tensor:
+    """The least likely id of each row, [N, 1]; ties go to the lowest. Without gradient.
+
+    Equals ``logits[rows].argmin(-1, keepdim=True)`` over the whole vocabulary. Its log-probability bounds
+    those of all ids from below, which is what a certificate asks of an old policy.
+
+    Args:
+        logits, rows, shard: as in `logits_log_probs`.
+
+    Example:
+        >>> import torch
+        >>> logits_least_id(torch.tensor([[0.0, -3.0, 1.0, -3.0]])).tolist()
+        [[1]]
+    """
+    logits = logits.detach()
+    count = logits.shape[0] if rows is None else rows.shape[0]
+    ids = torch.empty((count, 1), dtype=torch.long, device=logits.device)
+    values = logits.new_empty((count, 1))
+    for at in _blocks(count, logits.shape[-1]):
+        least = _select(logits, rows, at).min(-1, keepdim=True)
+        ids[at], values[at] = least.indices, -least.values
+    return ids if shard is None else _merge_top_ids(ids + shard.start, values, 1, shard)
+
+
 def _merge_top_ids(ids: Tensor, values: Tensor, top_k: int, shard: VocabularyShard) -> Tensor:
     """The best of every process's best; each of the winners is among its own process's best."""
     width = torch.tensor([ids.shape[-1]], device=ids.device)

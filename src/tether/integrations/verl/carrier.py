@@ -1,12 +1,13 @@
 """How the old policy's distributions travel through TransferQueue: ragged, and nothing empty.
 
-A batch in verl is a TensorDict of jagged tensors, one row a sequence. Four of them carry the
-distributions; `pack` makes them from one row a counted token, `unpack` turns them back.
+A batch in verl is a TensorDict of jagged tensors, one row a sequence. Five of them carry what
+`CompactLogProbs` keeps; `pack` makes them from one row a counted token, `unpack` turns them back.
 
 | field | each sequence | bytes |
 |---|---|---|
 | `troll_old_count` | ids kept of each response token, 0 where the token does not count | 2 a token |
 | `troll_old_log_tail` | log of the mass of all other ids | 4 a counted token |
+| `troll_old_log_tail_min` | lower bound of their log-probabilities, for certificates | 4 a counted token |
 | `troll_old_ids`, `troll_old_log_probs` | ids and log-probabilities, token after token | 8 an id |
 """
 
@@ -20,18 +21,18 @@ from torch import Tensor
 
 from tether.errors import TetherError
 from tether.projection import SparseLogProbs
-from tether.projection.sparse import EMPTY
+from tether.projection.compact import CompactLogProbs
 
-COUNT, LOG_TAIL = "troll_old_count", "troll_old_log_tail"
+COUNT, LOG_TAIL, LOG_TAIL_MIN = "troll_old_count", "troll_old_log_tail", "troll_old_log_tail_min"
 IDS, LOG_PROBS = "troll_old_ids", "troll_old_log_probs"
-FIELDS = (COUNT, LOG_TAIL, IDS, LOG_PROBS)
+FIELDS = (COUNT, LOG_TAIL, LOG_TAIL_MIN, IDS, LOG_PROBS)
 
 
 def pack(old: SparseLogProbs, response_mask: Tensor) -> dict[str, Tensor]:
-    """Make the four fields of a batch.
+    """Make the five fields of a batch.
 
     Args:
-        old: distributions of the tokens that count, in the order of the mask, [N, K].
+        old: distributions of the tokens that count, in the order of the mask, [N, K], with `log_tail_min`.
         response_mask: jagged [B, j]; positive where a token counts.
 
     Returns:
@@ -41,22 +42,26 @@ def pack(old: SparseLogProbs, response_mask: Tensor) -> dict[str, Tensor]:
         >>> import torch
         >>> rows = [torch.tensor([1, 0]), torch.tensor([1])]
         >>> mask = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        >>> old = SparseLogProbs.from_logits(torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.0]]), top_k=2)
+        >>> logits = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.0]])
+        >>> few = SparseLogProbs.from_logits(logits, top_k=2)
+        >>> old = SparseLogProbs(few.ids, few.log_probs, few.log_tail, few.log_tail)
         >>> [row.tolist() for row in pack(old, mask)["troll_old_ids"].unbind()]
         [[0, 1], [1, 2]]
     """
+    compact = CompactLogProbs.pack(old)
+    assert compact.log_tail_min is not None
     counted = response_mask.values() > 0
-    held = old.ids != EMPTY
-    per_token = torch.zeros(counted.shape, dtype=torch.int16, device=counted.device)
-    per_token[counted] = held.sum(-1).to(torch.int16)
-    tokens = _lengths(response_mask)
-    ids = [int(row.sum()) for row in per_token.split(tokens)]
+    count = torch.zeros(counted.shape, dtype=torch.int16, device=counted.device)
+    count[counted] = compact.offsets.diff().to(torch.int16)
+    tokens = response_mask.offsets().diff().tolist()  # type: ignore[attr-defined]
+    ids = [int(row.sum()) for row in count.split(tokens)]
     counted_tokens = [int(row.sum()) for row in counted.split(tokens)]
     return {
-        COUNT: _jagged(per_token, tokens),
-        LOG_TAIL: _jagged(old.log_tail.float(), counted_tokens),
-        IDS: _jagged(old.ids[held].to(torch.int32), ids),
-        LOG_PROBS: _jagged(old.log_probs[held].float(), ids),
+        COUNT: _jagged(count, tokens),
+        LOG_TAIL: _jagged(compact.log_tail, counted_tokens),
+        LOG_TAIL_MIN: _jagged(compact.log_tail_min, counted_tokens),
+        IDS: _jagged(compact.ids, ids),
+        LOG_PROBS: _jagged(compact.log_probs, ids),
     }
 
 
@@ -69,36 +74,36 @@ def unpack(batch: Mapping[str, Any], response_mask: Tensor) -> SparseLogProbs:
     Raises:
         TetherError: a token counts of which nothing was recorded.
     """
-    per_token, flat = batch[COUNT], {name: _values(batch[name]) for name in (LOG_TAIL, IDS, LOG_PROBS)}
-    count = _values(per_token).long()
-    recorded = count > 0
-    counts = _values(response_mask) > 0
+    count = _values(batch[COUNT]).long()
+    recorded, counts = count > 0, _values(response_mask) > 0
     if bool((counts & ~recorded).any()):
         raise TetherError(
             f"{int((counts & ~recorded).sum())} response tokens count in this update but did not when the "
             "old policy was recorded. Whatever changes response_mask in between may only remove tokens."
         )
-    width = int(count.max()) if count.numel() else 1
-    held = torch.arange(max(1, width), device=count.device) < count[recorded][:, None]
-    ids = torch.full(held.shape, EMPTY, dtype=torch.int32, device=held.device)
-    log_probs = torch.full(held.shape, -torch.inf, device=held.device)
-    ids = ids.masked_scatter(held, flat[IDS])
-    log_probs = log_probs.masked_scatter(held, flat[LOG_PROBS])
-    return SparseLogProbs(ids, log_probs, flat[LOG_TAIL])[counts[recorded]]
+    lengths = count[recorded]
+    compact = CompactLogProbs(
+        ids=_values(batch[IDS]),
+        log_probs=_values(batch[LOG_PROBS]),
+        offsets=torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
+        log_tail=_values(batch[LOG_TAIL]),
+        log_tail_min=_values(batch[LOG_TAIL_MIN]),
+        kept=None,
+        kept_log_probs=None,
+        shape=lengths.shape,
+        width=int(lengths.max()) if lengths.numel() else 1,
+    )
+    return compact.unpack()[counts[recorded]]
 
 
 def payload_bytes(fields: Mapping[str, Tensor]) -> int:
-    """Bytes of the values the four fields hold."""
-    return sum(_values(fields[name]).numel() * _values(fields[name]).element_size() for name in FIELDS)
+    """Bytes of the values the fields hold."""
+    return sum(_values(fields[name]).nbytes for name in FIELDS)
 
 
 def _values(tensor: Tensor) -> Tensor:
     # Rows of equal lengths may come back stacked.
     return tensor.values() if tensor.is_nested else tensor.flatten()
-
-
-def _lengths(tensor: Tensor) -> list[int]:
-    return tensor.offsets().diff().tolist()  # type: ignore[attr-defined]
 
 
 def _jagged(values: Tensor, lengths: list[int]) -> Tensor:

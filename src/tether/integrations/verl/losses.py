@@ -102,8 +102,10 @@ class RecordOldPolicy:
             torch.distributed.all_reduce(places, group=group)
             return places
 
-        ids = whole(old.ids)
-        return SparseLogProbs(ids, whole(old.log_probs), whole(old.log_tail))
+        assert old.log_tail_min is not None
+        return SparseLogProbs(
+            whole(old.ids), whole(old.log_probs), whole(old.log_tail), whole(old.log_tail_min)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,19 @@ class _Outputs:
     kl: Tensor
     projected: Tensor
     tail_mass: Tensor
+    certified: Tensor | None
+    uncertain: Tensor | None
 
     @classmethod
     def of(cls, projection: LogitsProjection) -> _Outputs:
         tokens, dtype = projection.tokens, projection.log_probs.dtype
-        return cls(**{field.name: getattr(tokens, field.name)[0].to(dtype) for field in fields(cls)})
+        values: dict[str, Any] = {field.name: getattr(tokens, field.name) for field in fields(cls)}
+        return cls(**{name: value if value is None else value[0].to(dtype) for name, value in values.items()})
 
     @classmethod
     def read(cls, model_output: dict[str, Any], data: TensorDict) -> _Outputs:
-        return cls(
-            **{f.name: no_padding_2_padding(model_output[f"troll_{f.name}"], data) for f in fields(cls)}
-        )
+        found: dict[str, Any] = {field.name: model_output.get(f"troll_{field.name}") for field in fields(cls)}
+        return cls(**{n: v if v is None else no_padding_2_padding(v, data) for n, v in found.items()})
 
 
 #: Handed from `TROLLLoss` to the policy loss through verl's loss function between them.
@@ -194,6 +198,7 @@ class TROLLLoss:
         outputs = {
             f"troll_{name}": spread(value, tokens.rows, columns)
             for name, value in vars(_Outputs.of(projection)).items()
+            if value is not None
         }
         return outputs | {_LOG_PROBS: spread(projection.log_probs, tokens.rows, columns)}
 
@@ -267,10 +272,13 @@ def _metrics(outputs: _Outputs, data: TensorDict, settings: Any) -> dict[str, Me
         "regression": outputs.regression.detach(),
         "tail_mass": outputs.tail_mass,
         "ratio_mean": ratio,
+        "certified": outputs.certified,
+        "uncertain": outputs.uncertain,
     }
     result = {
         f"actor/troll/{name}": Metric(AggregationType.SUM, torch.where(mask > 0, value, 0.0).sum() * share)
         for name, value in means.items()
+        if value is not None
     }
     for name, value in (("kl_max", outputs.kl), ("ratio_max", ratio)):
         result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))
