@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.ops import linear, linear_log_probs
+from tether.ops import linear, linear_log_probs, linear_trust_region, policy_pair
 from tether.ops.head import Head
 
 N, D, V = 40, 6, 7000  # several cachefuls of rows
@@ -95,3 +95,36 @@ def test_nothing_is_kept_where_nothing_will_be_differentiated() -> None:
     assert node.kept_logits.shape == (N, V)  # the pass without gradient before it did not stand in the way
     found.log_probs.sum().backward()
     assert node.kept_logits is None
+
+
+@pytest.mark.parametrize("rows", [slice(None), [0, 3, 4, 17, 38], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("violating", [0.0, 0.4, 1.0])
+def test_the_exact_trust_region_keeps_both_policies_logits(
+    rows: Any, violating: float, products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, ids = _inputs()
+    generator = torch.Generator().manual_seed(4)
+    moved = torch.randn(N, D, dtype=torch.float64, generator=generator)
+    size = torch.where(torch.arange(N)[:, None] < violating * N, 0.7, 1e-4)
+    old_hidden = (hidden + size * moved).detach()
+
+    def gradients() -> tuple[Tensor, ...]:
+        found = linear_trust_region(hidden, weight, ids[:, 0], old_hidden, kl_bound=0.05)
+        assert int(found.projected.sum()) == violating * N
+        per_row = found.projected_log_probs + 2 * found.entropy + 3 * found.regression + found.log_probs
+        return torch.autograd.grad((torch.linspace(-1, 1, N) * per_row)[rows].sum(), (hidden, weight))
+
+    kept = gradients()
+    assert products == ([N, violating * N] if violating else [N])  # those of the forward pass
+    monkeypatch.setattr(policy_pair, "WORKSPACE_ELEMENTS", 2 * V * 7)
+    for ours, expected in zip(kept, gradients(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_backward_pass_of_the_exact_trust_region_forms_its_logits_again() -> None:
+    hidden, weight, ids = _inputs()
+    found = linear_trust_region(hidden, weight, ids[:, 0], hidden.detach() * 0.5, kl_bound=0.05)
+    loss = (found.projected_log_probs + found.regression).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -7,7 +7,6 @@ for, and formed again in the backward pass, unless a single block holds all toke
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
 from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
-from tether.ops.memory import new_empty, new_zeros
+from tether.ops.memory import KEPT, new_empty, new_zeros
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
@@ -163,28 +162,6 @@ def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
     return rows_triton
 
 
-class _KeptLogits:
-    """One batch of logits at most is kept from a forward pass for its backward pass.
-
-    A micro-batch that fits the workspace is then never multiplied with the head a second time. More than one
-    graph may be alive, a chunk of tokens each, and their logits together would be what must not be held.
-    """
-
-    def __init__(self) -> None:
-        self._kept: weakref.ref[Tensor] | None = None
-
-    def offer(self, logits: Tensor, tokens: int) -> Tensor | None:
-        """The logits of all tokens, to be kept, or None if they are not all of them or others are kept."""
-        whole = may_ask(logits) and 0 < tokens <= logits.shape[0]
-        if not whole or (self._kept is not None and self._kept() is not None):
-            return None
-        self._kept = weakref.ref(logits)
-        return logits
-
-
-_KEPT = _KeptLogits()
-
-
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -209,8 +186,8 @@ class _LinearLogProbs(torch.autograd.Function):
             for block in _token_blocks(hidden, vocabulary):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
-        if any(ctx.needs_input_grad[:3]) and kernels is plain_rows:
-            ctx.kept_logits = _KEPT.offer(buffer, hidden.shape[0])
+        if any(ctx.needs_input_grad[:3]) and kernels is plain_rows and 0 < hidden.shape[0] <= buffer.shape[0]:
+            ctx.kept_logits = KEPT.offer(buffer)
         ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
         ctx.head, ctx.kernels, ctx.sum_hidden_gradient = head, kernels, sum_hidden_gradient
         ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits, found.smallest)

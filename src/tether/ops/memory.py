@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tether.projection.solve import may_ask
 
 _HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
@@ -35,6 +38,29 @@ def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def new_zeros(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``like.new_zeros(shape, dtype=dtype)``, likewise."""
     return new_empty(like, shape, dtype).zero_()
+
+
+class KeptBuffer:
+    """At most one buffer of logits at a time outlives its forward pass, to be used by the backward pass.
+
+    A batch that fits the workspace is then not multiplied with the head a second time. More than one graph
+    may be alive, a chunk of tokens each, and all their logits together would be what must not be held. An
+    accelerator forms them again: there the product is cheap and memory is not.
+    """
+
+    def __init__(self) -> None:
+        self._kept: weakref.ref[Tensor] | None = None
+
+    def offer(self, buffer: Tensor) -> Tensor | None:
+        """The buffer, to be kept until the backward pass lets go of it, or None."""
+        if not may_ask(buffer) or (self._kept is not None and self._kept() is not None):
+            return None
+        self._kept = weakref.ref(buffer)
+        return buffer
+
+
+#: The one of this process.
+KEPT = KeptBuffer()
 
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:

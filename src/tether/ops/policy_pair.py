@@ -11,12 +11,13 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.memory import new_empty
+from tether.ops.rows import keep_rows
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
 
-# Logits held at a time, in elements, new and old together: 64 MiB of float32.
-WORKSPACE_ELEMENTS = 1 << 24
+# Logits held at a time, in elements, new and old together: twice 64 MiB of float32.
+WORKSPACE_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class PolicyPair:
     bias: Tensor | None
     old: OldPolicy
     buffers: Tensor
+    old_rows: Tensor | None = None
+    """If the buffers hold the new logits of all rows already: of which rows they hold the old ones. They can
+    be asked for once, in rising order."""
 
     @classmethod
     def of(
@@ -61,10 +65,14 @@ class PolicyPair:
 
     def new_logits(self, rows: Tensor) -> Tensor:
         """[n, V], padding included."""
+        if self.old_rows is not None:
+            return keep_rows(self.buffers[0], rows)
         return self.head.logits(self.hidden[rows], self.weight, self.bias, self.buffers[0])
 
     def old_logits(self, rows: Tensor) -> Tensor:
         """[n, vocabulary]."""
+        if self.old_rows is not None:
+            return keep_rows(self.buffers[1], torch.searchsorted(self.old_rows, rows))[:, : self.vocabulary]
         weight, bias = self.old.weight, self.old.bias
         if weight is None:
             weight, bias = self.weight, self.bias

@@ -116,6 +116,8 @@ def gradient_of_logits(head: Head, logits: Tensor, upstream: Upstream) -> Tensor
 
 def keep_rows(logits: Tensor, rows: Tensor) -> Tensor:
     """Move some rows, in rising order, to the front: ``logits[rows]`` without a second buffer."""
+    if rows.shape[0] == logits.shape[0]:
+        return logits
     for at in _cached_rows(logits[: rows.shape[0]]):
         logits[at] = logits[rows[at]]
     return logits[: rows.shape[0]]

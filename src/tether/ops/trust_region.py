@@ -27,7 +27,7 @@ from tether.ops.dense_rows import (
     reduce_rows,
 )
 from tether.ops.head import Head, add_weight_gradient, times_weight
-from tether.ops.memory import new_zeros
+from tether.ops.memory import KEPT, new_zeros
 from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
 from tether.ops.shared_steps import project_sequences
 from tether.projection.categorical import check_kl_bound
@@ -95,10 +95,11 @@ def linear_trust_region(
     how far hidden states and weights have moved. The cost is one product with the head more than that
     of `linear_log_probs` for rows that are not certified, and another one for rows that are projected.
 
-    Memory beyond inputs, outputs and gradients is that of `linear_log_probs`: 2^24 logits, new and old
-    together, and a few blocks that fit a CPU's cache (on an accelerator an eighth of the logits, about
-    ten times). Gradients flow to `hidden`, `weight` and `bias`; nothing flows into the old policy. An
-    accelerator is asked, a block at a time, which rows need work.
+    Memory beyond inputs, outputs and gradients is that of `linear_log_probs` for each policy: 2^24 logits
+    (which a CPU keeps for the backward pass if the batch has no more), and a few blocks that fit a CPU's
+    cache (on an accelerator an eighth of the logits, about ten times). Gradients flow to `hidden`, `weight`
+    and `bias`; nothing flows into the old policy. An accelerator is asked, a block at a time,
+    which rows need work.
 
     Args:
         hidden: last hidden states of the new policy, [N, D].
@@ -170,11 +171,15 @@ class _LinearTrustRegion(torch.autograd.Function):
         with head.weights_at_hand():
             pair = PolicyPair.of(head, hidden, weight, bias, old)
             ratio_range = pair.log_ratio_range()
+            old_rows = ids.new_empty(0, dtype=torch.long)
             for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
-                _evaluate_block(pair, block, ids, ratio_range, kl_bound, found)
+                old_rows = _evaluate_block(pair, block, ids, ratio_range, kl_bound, found)
             if old.sequences is not None:
                 project_sequences(pair, ids, found, kl_bound)
         _check_values(found.kl)
+        whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and old.sequences is None
+        keep = whole and any(ctx.needs_input_grad[:3])
+        ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
         ctx.head, ctx.old, ctx.kl_bound = head, old, kl_bound
         ctx.save_for_backward(hidden, weight, bias, ids, *found)
         constants = set(Found._fields) - set(DIFFERENTIABLE)
@@ -190,7 +195,7 @@ class _LinearTrustRegion(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
-            pair = PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old)
+            pair = _pair_of(ctx, hidden, weight, bias)
             grad_weight = new_zeros(weight, weight.shape, dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
             for block in pair.blocks(arrived.rows()):
@@ -209,10 +214,22 @@ class _LinearTrustRegion(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> PolicyPair:
+    """For a backward pass: with the logits of the forward pass, if they were kept and none came before it."""
+    kept, ctx.kept = ctx.kept, None  # spoiled by whoever uses them
+    if kept is None:
+        return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old)
+    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, kept, ctx.old_rows)
+
+
 def _evaluate_block(
     pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, found: Found
-) -> None:
-    """Everything the forward pass finds out about some rows, but for steps that sequences share."""
+) -> Tensor:
+    """Everything the forward pass finds out about some rows, but for steps that sequences share.
+
+    Returns:
+        The rows whose old logits had to be formed.
+    """
     new = pair.new_logits(block)[:, : pair.vocabulary]
     log_sum = torch.empty_like(found.kl[block])
     for part in rows_at_a_time(new):
@@ -222,7 +239,7 @@ def _evaluate_block(
     inside = _certify(pair, block, new, log_sum, ratio_range[block], kl_bound, found)
     unknown = (~inside).nonzero().squeeze(-1)
     if not unknown.numel():
-        return
+        return block[unknown]
     old = pair.old_logits(block[unknown])
     for part in rows_at_a_time(old):
         # Without a certificate the rows are consecutive, and need no copy.
@@ -237,6 +254,7 @@ def _evaluate_block(
             at = at[outside]
             projection = project_rows(new[rows][outside], old[part][outside], ids[at], kl[outside], kl_bound)
             found.put(at, projection)
+    return block[unknown]
 
 
 def _certify(
