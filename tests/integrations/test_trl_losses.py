@@ -97,6 +97,33 @@ def test_a_reference_penalty_is_trls_own(train: Callable[..., Any], tmp_path: An
     assert max(row.get("kl", 0.0) for row in ours.state.log_history) > 1e-4
 
 
+def test_the_samplers_importance_weights_act_as_in_trl(train: Callable[..., Any]) -> None:
+    """What TRL computes where vLLM samples, here drawn: its flags are set while its loss is computed."""
+
+    class Weighted(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            generator = torch.Generator().manual_seed(self.state.global_step)
+            noise = torch.randn(output["completion_ids"].shape, generator=generator)
+            return {**output, "importance_sampling_ratio": (0.5 * noise).exp()}
+
+    class Corrected(Weighted):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            self.use_vllm = self.vllm_importance_sampling_correction = True
+            loss = super()._compute_loss(model, inputs)
+            self.use_vllm = self.vllm_importance_sampling_correction = False
+            return loss
+
+    class Ours(PolicyLossTrainer, Weighted):
+        pass
+
+    settings = {**PLAIN_DESCENT, "loss_type": "dapo"}
+    trl = train(Corrected, GRPOConfig, **settings)
+    assert_same_course(trl, train(Ours, GRPOConfig, **rival("ppo_clip"), **settings))
+    plain = train(GRPOTrainer, GRPOConfig, **settings)
+    assert largest_difference(plain.model, trl.model) > 1e-4
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_rival_trains_and_is_measured(train: Callable[..., Any], name: str) -> None:
     options = {"clip_cov": {"clip_cov_low": 0.0, "clip_cov_ratio": 0.1}}.get(name, {})

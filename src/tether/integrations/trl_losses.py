@@ -50,9 +50,10 @@ class PolicyLossTrainer(OldPolicyTrainer):
             `tether.integrations.loss_options.loss_options`.
 
     `args` is TRL's `GRPOConfig`. Its `loss_type` (grpo, bnpo, dr_grpo, dapo or luspo) chooses the
-    average alone, which is therefore the same for every method. `beta`, the entropy bonus, LoRA,
-    gradient accumulation and checkpointing work as in `GRPOTrainer`; what would change TRL's own
-    surrogate is refused.
+    average alone, which is therefore the same for every method. Where vLLM samples, TRL's correction of
+    its log-probabilities weighs each advantage, and so each token's loss as in TRL. `beta`, the entropy
+    bonus, LoRA, gradient accumulation and checkpointing work as in `GRPOTrainer`; what would change TRL's
+    own surrogate is refused.
 
     Logs what the loss measures as `trust_region/clipped`, `ratio_mean`, `ratio_max` and so on, and
     like all trainers here `trust_region/kl_mean` and `kl_max`, of KL(new || old).
@@ -148,7 +149,7 @@ class PolicyLossTrainer(OldPolicyTrainer):
         return LOSSES[self.policy_loss](
             log_probs,
             inputs["old_per_token_logps"],
-            inputs["advantages"],
+            _weighted_advantages(inputs),
             _loss_mask(inputs),
             **self.loss_options,
             **given,
@@ -204,6 +205,17 @@ class PolicyLossTrainer(OldPolicyTrainer):
             self._metrics[mode][f"trust_region/{name}"].append(combined)
 
 
+def _weighted_advantages(inputs: dict[str, Any]) -> Tensor:
+    """[B] or [B, T]; weighed by how much likelier the trainer finds a token than the sampler did."""
+    advantages: Tensor = inputs["advantages"]
+    ratio = inputs.get("importance_sampling_ratio")
+    if ratio is None:
+        return advantages
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    return advantages * ratio
+
+
 def _check_settings(args: Any) -> None:
     """Refuse what acts on TRL's own surrogate and would silently do nothing."""
     if args.loss_type not in _AVERAGES:
@@ -225,7 +237,6 @@ def _check_settings(args: Any) -> None:
     without_effect = {
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
-        "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
     }
     for name, chosen in without_effect.items():
         if chosen:
