@@ -23,8 +23,10 @@ def main() -> None:
     if torch.cuda.is_available() and not arguments.quick:
         devices.append(torch.device("cuda"))
     missed: list[Finding] = []
+    command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
     for device in devices:
         findings: list[Finding] = []
+        written: list[Path] = []
         for name, section in sections.SECTIONS.items():
             if arguments.only and name not in arguments.only:
                 continue
@@ -34,8 +36,8 @@ def main() -> None:
                     finding = replace(finding, bar=None)
                 print(report.terminal_line(finding, device.type), flush=True)
                 findings.append(finding)
-        command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
-        written = report.write(findings, device, arguments.output, command)
+            # After each section: what was measured is kept if a later one is interrupted.
+            written = report.write(findings, device, arguments.output, command)
         missed += [finding for finding in findings if finding.verdict(device.type) == "MISSED"]
         print("written:", *written)
     print(f"{time.monotonic() - started:.0f} s in all; bars missed: {len(missed)}")

@@ -36,7 +36,7 @@ def main_shapes(device: torch.device, quick: bool) -> list[Finding]:
     if quick:
         return _heads(TINY, device, turns=1)
     if device.type == "cpu":
-        return _heads(SMALL, device, turns=7)
+        return _heads(SMALL, device, turns=5)
     return [finding for shape in GPU for finding in _heads(shape, device, turns=7)]
 
 
