@@ -11,9 +11,9 @@ the old one in every mode of `troll_support`, and in float64 over all 49,152 ids
 - gradient: of TROLL's loss with respect to the last hidden states and the LM head, against that of the dense
   float64 projection, as relative error of its norm and cosine.
 
-Also measured: the memory of what is kept of the old policy (hidden states in bfloat16), and the time of exact
-over bucket. The bars are checked: exact, every true KL <= bound (1 + 1e-2) and gradient error <= 1e-3; bucket
-with 256 ids, gradient error <= 15 %. Writes benchmarks/results/fidelity/smollm2-135m.{json,md}.
+Also printed: the memory of what is kept of the old policy (hidden states in bfloat16). Time is measured by
+`make bench`. The bars are checked: exact, every true KL <= bound (1 + 1e-2) and gradient error <= 1e-3;
+bucket with 256 ids, gradient error <= 15 %. Writes benchmarks/results/fidelity/smollm2-135m.{json,md}.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,12 +77,11 @@ class Rows:
     def chunks(self) -> Iterator[slice]:
         return (slice(start, start + CHUNK) for start in range(0, self.ids.numel(), CHUNK))
 
-    def leaves(self, *, frozen: bool = False) -> Rows:
-        """The same with fresh leaves, in the model's precision; a frozen head is the old one."""
-        weight = self.old_weight if frozen else self.weight.clone().requires_grad_()
+    def leaves(self) -> Rows:
+        """The same with fresh leaves, in the model's precision."""
         return Rows(
-            self.hidden.clone().requires_grad_(), weight, self.old_hidden, self.old_weight, self.ids,
-            self.advantages,
+            self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_(), self.old_hidden,
+            self.old_weight, self.ids, self.advantages,
         )  # fmt: skip
 
 
@@ -189,10 +186,9 @@ Support = tuple[SparseLogProbs, Tensor]
 
 def exact_loss(rows: Rows, old: Support) -> LinearTrustRegion:
     """Forward and backward over the whole vocabulary."""
-    frozen = not rows.weight.requires_grad
     result = linear_trust_region(
-        rows.hidden, rows.weight, rows.ids, rows.old_hidden, kl_bound=BOUND,
-        old_weight=None if frozen else rows.old_weight, old_support=old[0],
+        rows.hidden, rows.weight, rows.ids, rows.old_hidden, kl_bound=BOUND, old_weight=rows.old_weight,
+        old_support=old[0],
     )  # fmt: skip
     loss(result.projected_log_probs, old[1], result.regression, rows.advantages).backward()
     return result
@@ -254,29 +250,6 @@ def by_support(rows: Rows, top_k: int, tail: str) -> dict[str, Any]:
     }
 
 
-def cost(rows: Rows, repeats: int) -> dict[str, float]:
-    """Time of exact over bucket, LM head and loss, forward and backward, K = 64: medians of paired ratios."""
-    old = old_support(rows, SUPPORT_SIZES[0])
-    ratios = {}
-    for name, frozen in (("trained head", False), ("frozen head", True)):
-        run = {
-            "exact": lambda frozen=frozen: exact_loss(rows.leaves(frozen=frozen), old),
-            "bucket": lambda frozen=frozen: support_loss(
-                rows.leaves(frozen=frozen), old, "bucket", SUPPORT_SIZES[0]
-            ),
-        }
-        found = []
-        for turn in range(repeats):
-            seconds = {}
-            for mode in ("exact", "bucket") if turn % 2 == 0 else ("bucket", "exact"):
-                start = time.perf_counter()
-                run[mode]()
-                seconds[mode] = time.perf_counter() - start
-            found.append(seconds["exact"] / seconds["bucket"])
-        ratios[name] = statistics.median(found)
-    return ratios
-
-
 def spread(few: SparseLogProbs, new: Tensor, tail: str) -> Tensor:
     """A projected support as a distribution over the vocabulary, [n, V] float64.
 
@@ -311,7 +284,7 @@ def summary(name: str, found: dict[str, Any], reference: tuple[Tensor, Tensor]) 
     }
 
 
-def measure(folder: str, learning_rate: float, repeats: int) -> dict[str, Any]:
+def measure(folder: str, learning_rate: float) -> dict[str, Any]:
     rows = make_rows(folder, learning_rate)
     dense_kl, reference, acted = by_dense(rows)
     table = []
@@ -324,7 +297,6 @@ def measure(folder: str, learning_rate: float, repeats: int) -> dict[str, Any]:
         "learning_rate": learning_rate,
         "dense": {"max_true_kl": float(dense_kl.max()), "projected": float(acted.double().mean())},
         "modes": table,
-        "exact_over_bucket": cost(rows, repeats),
     }
 
 
@@ -345,8 +317,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
                 f"| {row['max_true_kl']:.4f} | {row['above_1.01_bound']:.1%} | {row['projected']:.1%} "
                 f"| {row['certified']:.1%} | {row['uncertain']:.1%} | {row['bytes_a_token']:.0f} |"
             )
-        ratios = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in record["exact_over_bucket"].items())
-        lines += ["", f"Time of exact over bucket, LM head and loss, forward and backward: {ratios}.", ""]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -372,11 +343,10 @@ def main() -> None:
         "--model", default="models/smollm2-135m-instruct", help="folder of recipes/smollm2.py"
     )
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[2e-5, 1e-6])
-    parser.add_argument("--repeats", type=int, default=7, help="of each timing")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    records = [measure(arguments.model, rate, arguments.repeats) for rate in arguments.learning_rates]
+    records = [measure(arguments.model, rate) for rate in arguments.learning_rates]
     RESULTS.mkdir(parents=True, exist_ok=True)
     record = {
         "command": "python benchmarks/fidelity.py",
