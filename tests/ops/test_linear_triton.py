@@ -231,6 +231,18 @@ def test_the_entropy_of_a_certain_token_keeps_its_digits() -> None:
     assert result.entropy.item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_row_of_nan_harms_no_other_and_still_gives_ids() -> None:
+    hidden, weight, _, ids = _wide(3, 700)
+    clean = _on_triton(hidden, weight, ids, top_k=6)
+    hidden[1] = -math.nan
+    result = _on_triton(hidden, weight, ids, top_k=6)
+    others = [0, 2]
+    assert torch.equal(result.log_probs[others], clean.log_probs[others])
+    assert torch.equal(result.top_ids[others], clean.top_ids[others])
+    assert bool(result.entropy[1].isnan())
+    assert bool(((result.top_ids >= 0) & (result.top_ids < 700)).all())
+
+
 def test_blocks_of_tokens_and_strided_inputs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, ids = _wide(11, 400)
     whole = _on_triton(hidden, weight, ids, bias=bias, top_k=4)

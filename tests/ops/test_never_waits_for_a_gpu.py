@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tether.losses import troll
 from tether.ops import head, linear, linear_log_probs
 from tether.projection import SparseLogProbs, project_categorical, project_sparse
 
@@ -92,13 +93,24 @@ def test_the_plain_projection(region: Any) -> None:
     assert torch.autograd.grad(result.log_probs.sum(), new)[0].shape == new.shape
 
 
+def _support() -> SparseLogProbs:
+    return SparseLogProbs(_valueless(4, 8, 5, dtype=torch.long), _valueless(4, 8, 5), _valueless(4, 8))
+
+
 def test_the_projection_on_a_sparse_support() -> None:
-    sides = [
-        SparseLogProbs(_valueless(8, 5, dtype=torch.long), _valueless(8, 5), _valueless(8)) for _ in range(2)
-    ]
-    result = project_sparse(sides[0], sides[1].detach(), 0.05)
-    (gradient,) = torch.autograd.grad(result.log_probs.log_probs.sum(), sides[0].log_probs)
-    assert gradient.shape == (8, 5)
+    new = _support()
+    result = project_sparse(new, _support().detach(), 0.05)
+    (gradient,) = torch.autograd.grad(result.log_probs.log_probs.sum(), new.log_probs)
+    assert gradient.shape == (4, 8, 5)
+
+
+def test_the_loss_and_its_metrics() -> None:
+    log_probs, new = _valueless(4, 8), _support()
+    result = troll(
+        log_probs, _valueless(4, 8).detach(), _valueless(4, 8).detach(), _valueless(4, 8, dtype=torch.bool),
+        response_ids=_valueless(4, 8, dtype=torch.long), new=new, old=_support().detach(),
+    )  # fmt: skip
+    assert torch.autograd.grad(result.loss, log_probs)[0].shape == (4, 8)
 
 
 def test_the_projection_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

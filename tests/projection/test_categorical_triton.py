@@ -51,7 +51,7 @@ def _finite(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("v", "bound"), [(2, 0.05), (7, 1e-4), (65, 0.05), (300, 2.0)])
 def test_in_float64_rows_meet_the_bound_and_equal_the_plain_path(v: int, bound: float) -> None:
-    new, old = _rows(20, v, 2.0)
+    new, old = _rows(8, v, 2.0)
     (plain, plain_gradient), (result, gradient) = _both(new, old, bound, torch.randn_like(new))
     assert result.projected.any()
     kl = oracles.kl(result.log_probs.detach().cpu(), old.cpu())
@@ -77,11 +77,11 @@ def test_gradient_equals_finite_differences_for_projected_and_unprojected_rows_t
 
 
 def test_inside_the_bound_values_and_gradients_are_untouched_to_the_bit() -> None:
-    new, old = _rows(40, 30, 0.35, dtype=torch.float32)
+    new, old = _rows(24, 30, 0.35, dtype=torch.float32)
     leaf = new.clone().requires_grad_()
     result = project_categorical(leaf, old, 0.05, backend="triton")
     inside = ~result.projected
-    assert 5 < int(inside.sum()) < 35
+    assert 3 < int(inside.sum()) < 21
     upstream = torch.randn_like(new)
     (gradient,) = torch.autograd.grad(result.log_probs, leaf, upstream)
     assert torch.equal(result.log_probs[inside], new[inside])
@@ -110,7 +110,7 @@ def test_zeros_on_either_side_are_treated_as_in_the_plain_path(bound: float) -> 
     assert bool(gradient.isfinite().all())
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     v=st.integers(2, 40),
     shift=st.sampled_from([0.3, 3.0, 60.0, 1e4]),
@@ -120,7 +120,7 @@ def test_zeros_on_either_side_are_treated_as_in_the_plain_path(bound: float) -> 
 )
 def test_in_float32_no_row_leaves_the_ball(v: int, shift: float, bound: float, holes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    new, old = _rows(3, v, shift, dtype=torch.float32, seed=seed)
+    new, old = _rows(2, v, shift, dtype=torch.float32, seed=seed)
     for side in (new, old):
         for _ in range(holes):
             side[0, int(torch.randint(v - 1, (1,), generator=generator))] = -INF
@@ -133,7 +133,7 @@ def test_in_float32_no_row_leaves_the_ball(v: int, shift: float, bound: float, h
 
 
 def test_float32_gradients_are_within_twice_the_rounding_of_the_plain_path() -> None:
-    new, old = _rows(30, 65, 1.0)
+    new, old = _rows(12, 65, 1.0)
     upstream = torch.randn_like(new)
     exact = _both(new, old, 0.05, upstream)[0][1]
     plain, ours = (g for _, g in _both(new.float(), old.float(), 0.05, upstream.float()))

@@ -92,9 +92,10 @@ def _select(head: Head, raw: Tensor, bias: Tensor | None, maxima: Tensor, group:
         out.top_ids.copy_(top_k_by_groups(head.transform_(raw, bias), top_k))
         out.top_logits.copy_(raw.gather(-1, out.top_ids.long()))
     else:
-        picked = torch.empty((tokens, chosen), dtype=torch.int32, device=raw.device)
-        ids = torch.empty((tokens, top_k), dtype=torch.int32, device=raw.device)
-        logits = raw.new_empty((tokens, top_k))
+        # Zeros: a row of NaN may fill less than its slots, and what is left must still be ids.
+        picked = torch.zeros((tokens, chosen), dtype=torch.int32, device=raw.device)
+        ids = torch.zeros((tokens, top_k), dtype=torch.int32, device=raw.device)
+        logits = raw.new_zeros((tokens, top_k))
         select_kernel[(tokens,)](
             maxima, None, None, picked, None, maxima.shape[-1], maxima.shape[-1], 0, chosen,
             SCALE=1.0, CAP=0.0, HAS_BIAS=False, GROUP=0, WIDTH=widths[0], num_warps=_warps(widths[0]),
