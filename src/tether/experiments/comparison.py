@@ -8,7 +8,7 @@ holds for few seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,29 +225,48 @@ def cells_of(row: Row, metric: str) -> dict[str, str]:
 
 def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) -> list[Table]:
     """The rows as tables for a terminal of 80 columns, one for each point of the grid."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = [
-        "method",
-        "seeds",
-        "final",
-        "over training",
-        *(("difference", "p", "verdict") if baseline else ()),
-    ]
+    columns = ["method", "seeds", "final", "over training", *(("difference", "verdict") if baseline else ())]
     tables = []
     for point, group in by_point(rows).items():
-        title = ", ".join(filter(None, (metric.replace("_", " ").capitalize(), point)))
         table = Table(
-            title=title, caption=_caption(group, baseline), title_justify="left", caption_justify="left"
+            title=", ".join(filter(None, (metric.replace("_", " ").capitalize(), point))),
+            caption=_caption(group, baseline),
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
         )
-        for name in shown:
-            table.add_column(name, justify="left" if name in ("method", "verdict") else "right")
+        for name in columns:
+            text = name in ("method", "verdict")
+            heading = name.replace(" ", "\n")
+            width = 12 if name == "method" else None
+            table.add_column(
+                heading,
+                justify="left" if text else "right",
+                no_wrap=not text,
+                overflow="fold",
+                min_width=width,
+            )
         for row in group:
-            words = cells_of(row, metric)
-            table.add_row(*(Text(words[name].replace(" (", "\n(")) for name in shown))
+            table.add_row(*(Text(part) for part in _in_a_terminal(row, metric, columns)))
         tables.append(table)
     return tables
+
+
+def _in_a_terminal(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
+    """A row's words, each interval on a line of its own, the p-value under the verdict."""
+    words = cells_of(row, metric)
+    for name in columns:
+        text = words[name]
+        if name in ("final", "over training", "difference"):
+            text = text.replace(" points", "").replace(" (", "\n(")
+        elif name == "verdict" and text:
+            text = f"{text}\np {words['p']}"
+        yield text
 
 
 def _caption(rows: Sequence[Row], baseline: str | None) -> str:
