@@ -64,10 +64,10 @@ def test_in_float64_rows_meet_the_bound_and_equal_the_plain_path(v: int, bound: 
 
 
 def test_gradient_equals_finite_differences_for_projected_and_unprojected_rows_together() -> None:
-    new, old = _rows(3, 5, 2.0, seed=1)
-    new = torch.cat((new, old[:1] + 1e-3 * torch.randn(1, 5, dtype=torch.float64, device=DEVICE)))
+    new, old = _rows(2, 3, 2.0, seed=1)
+    new = torch.cat((new, old[:1] + 1e-3 * torch.randn(1, 3, dtype=torch.float64, device=DEVICE)))
     old = torch.cat((old, old[:1]))
-    assert project_categorical(new, old, 0.05).projected.tolist() == [True, True, True, False]
+    assert project_categorical(new, old, 0.05).projected.tolist() == [True, True, False]
     assert torch.autograd.gradcheck(
         lambda z: project_categorical(z.log_softmax(-1), old, 0.05, backend="triton").log_probs,
         new.requires_grad_(),
