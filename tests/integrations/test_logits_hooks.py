@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +132,12 @@ def test_another_batchs_old_policy_is_refused() -> None:
         troll_token_losses(projection, case.advantages[:5])
     with pytest.raises(InvalidInputError, match="alpha must not be negative"):
         troll_token_losses(projection, case.advantages, alpha=-0.5)
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "other_engines.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["new_logits"].grad[names["rows"]].abs().sum() > 0
+    assert names["new_logits"].grad[[0, 1, 5]].abs().sum() == 0

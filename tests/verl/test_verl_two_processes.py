@@ -13,6 +13,7 @@ import torch
 from actor import Rollouts, acting, make_actor, parameters
 from safetensors.torch import load_file
 from two_ranks_worker import CASES, UPDATES
+from ulysses_seam import losses_and_gradients
 
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
@@ -71,3 +72,20 @@ def test_two_processes_do_what_one_does_with_the_whole_batch(together: Path, mod
         sharded = load_file(together / f"{mode}-{rank}.safetensors")
         for name, expected in parameters(alone).items():
             torch.testing.assert_close(sharded[name], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_slices_of_sequences_give_what_whole_sequences_give(together: Path) -> None:
+    """Ulysses, behind the model: each rank has the logits of half of the packed sequence.
+
+    verl scales the gradient that comes back through its gathering; TROLL's must be scaled as verl's own is.
+    """
+    whole = losses_and_gradients(None)
+    scales = {}
+    for name, (loss, gradient) in whole.items():
+        parts = [load_file(together / f"ulysses-{name}-{rank}.safetensors")["gradient"] for rank in range(2)]
+        for rank in range(2):
+            assert _numbers(together, rank)[f"ulysses {name}"] == pytest.approx(loss, abs=1e-6)
+        found = parts[0] + parts[1]  # each is zero outside its slice
+        scales[name] = (found.norm() / gradient.norm()).item()
+        torch.testing.assert_close(found / scales[name], gradient, atol=1e-6, rtol=1e-5)
+    assert scales["troll"] == pytest.approx(scales["verl"], rel=1e-5)

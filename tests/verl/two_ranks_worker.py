@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from actor import NO_CLIP, Rollouts, acting, largest_difference, make_actor, parameters, unclipped
 from safetensors.torch import save_file
+from ulysses_seam import losses_and_gradients
 
 from tether.integrations.verl import TROLLPolicyLossConfig
 
@@ -50,6 +51,9 @@ def main(model: Path, output: Path) -> None:
             metrics = rollouts.update(actor, old, world_size=2)
             numbers |= {f"{mode} {step} {n}": v for n, v in metrics.items() if "troll" in n or n == "loss"}
         save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
+    for name, (loss, gradient) in losses_and_gradients(torch.distributed.group.WORLD).items():
+        numbers[f"ulysses {name}"] = loss
+        save_file({"gradient": gradient}, output / f"ulysses-{name}-{rank}.safetensors")
     (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
     torch.distributed.destroy_process_group()
 

@@ -108,4 +108,4 @@ def _values(tensor: Tensor) -> Tensor:
 
 def _jagged(values: Tensor, lengths: list[int]) -> Tensor:
     offsets = torch.tensor([0, *lengths], device=values.device).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return torch.nested.nested_tensor_from_jagged(values.contiguous(), offsets)

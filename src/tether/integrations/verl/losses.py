@@ -125,12 +125,16 @@ class _Outputs:
     def of(cls, projection: LogitsProjection) -> _Outputs:
         tokens, dtype = projection.tokens, projection.log_probs.dtype
         values: dict[str, Any] = {field.name: getattr(tokens, field.name) for field in fields(cls)}
-        return cls(**{name: value if value is None else value[0].to(dtype) for name, value in values.items()})
+        flat: dict[str, Any] = {n: v if v is None else v[0].to(dtype) for n, v in values.items()}
+        return cls(**flat)
 
     @classmethod
     def read(cls, model_output: dict[str, Any], data: TensorDict) -> _Outputs:
         found: dict[str, Any] = {field.name: model_output.get(f"troll_{field.name}") for field in fields(cls)}
-        return cls(**{n: v if v is None else no_padding_2_padding(v, data) for n, v in found.items()})
+        padded: dict[str, Any] = {
+            n: v if v is None else no_padding_2_padding(v, data) for n, v in found.items()
+        }
+        return cls(**padded)
 
 
 #: Handed from `TROLLLoss` to the policy loss through verl's loss function between them.

@@ -1,0 +1,102 @@
+"""verl's own treatment of a model's output under Ulysses sequence parallelism, without a model.
+
+Attention over a cut sequence needs flash attention, which no CPU has. What comes after the model does not:
+each rank has the logits of its slice of the packed sequence, and verl calls the loss function with them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from actor import NO_CLIP, VOCABULARY, Rollouts, acting, jagged, unclipped
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
+from verl.workers.config import FSDPActorConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
+
+from tether.integrations.verl.carrier import FIELDS
+from tether.integrations.verl.engines import _ulysses_shard
+from tether.integrations.verl.losses import Partition, RecordOldPolicy, TROLLLoss
+
+PARTITION = Partition(sequence=_ulysses_shard, vocabulary=lambda columns: None)
+
+
+class Head:
+    """Stands in for an engine whose model has just run; this rank has the logits of its slice."""
+
+    def __init__(self, group: Any) -> None:
+        self.size = 1 if group is None else torch.distributed.get_world_size(group)
+        self.engine = SimpleNamespace(
+            use_ulysses_sp=group is not None,
+            engine_config=SimpleNamespace(entropy_checkpointing=False),
+        )
+        self.engine._gather_and_unpad_packed = partial(
+            FSDPEngineWithLMHead._gather_and_unpad_packed, self.engine
+        )
+        set_ulysses_sequence_parallel_group(group)
+
+    def run(self, logits: torch.Tensor, data: Any, loss_function: Any) -> tuple[Any, Any]:
+        """verl's outputs and the loss; `loss_function` as its engine would call it."""
+        ids = data["input_ids"].values()[None]
+        rolled, pad = torch.roll(ids, -1, 1), 0
+        if self.size > 1:
+            rolled, _, pad = ulysses_pad_and_slice_inputs(rolled, None, self.size)
+            rank, _ = _ulysses_shard()
+            padded = torch.nn.functional.pad(logits, (0, 0, 0, pad))
+            logits = padded.chunk(self.size)[rank]
+        arguments = {
+            "input_ids_rmpad_rolled": rolled[0],
+            "temperature_rmpad": torch.ones(rolled.shape[1]),
+            "pad_size": pad,
+            "temperature_is_one": True,
+        }
+        output = SimpleNamespace(logits=logits[None])
+        model_output = FSDPEngineWithLMHead.prepare_model_outputs(
+            self.engine, output, arguments, data, loss_function
+        )
+        return model_output, loss_function(model_output=model_output, data=data, dp_group=None)
+
+
+def _config(policy_loss: Any, **settings: Any) -> FSDPActorConfig:
+    return FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=4,
+        policy_loss=policy_loss, **settings,
+    )  # fmt: skip
+
+
+def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
+    """TROLL's and verl's unclipped loss of scripted rollouts, and their gradients in the logits, [nnz, V]."""
+    rollouts, head = Rollouts.scripted(), Head(group)
+    generator = torch.Generator().manual_seed(7)
+    positions = sum(len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True))
+    old = torch.randn(positions, VOCABULARY, generator=generator)
+    new = old + 0.2 * torch.randn(positions, VOCABULARY, generator=generator)
+    batch = partial(
+        rollouts.batch, calculate_entropy=False, dp_size=1, batch_num_tokens=21, global_batch_size=4
+    )
+    seam = {"distillation_use_topk": True, "distillation_only": True}
+    settings = acting(troll_top_k=8)
+    with torch.no_grad():
+        scored, _ = head.run(old, batch(**seam), RecordOldPolicy(settings, PARTITION))
+    fields = {name: scored[name] for name in FIELDS}
+    fields["old_log_probs"] = response_from_nested(scored["log_probs"], jagged(rollouts.masks))
+    fields["advantages"] = jagged(rollouts.advantages)
+    results = {}
+    for name, data, loss_function in (
+        (
+            "troll",
+            batch(dict(fields), **seam),
+            TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, PARTITION),
+        ),
+        ("verl", batch(dict(fields)), partial(ppo_loss, config=_config(unclipped(), **NO_CLIP))),
+    ):
+        leaf = new.clone().requires_grad_()
+        _, (loss, _) = head.run(leaf, data, loss_function)
+        loss.backward()
+        results[name] = (loss.item(), leaf.grad)
+    set_ulysses_sequence_parallel_group(None)
+    return results
