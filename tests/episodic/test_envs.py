@@ -130,6 +130,20 @@ def test_hoppers_sparse_reward_comes_at_the_end() -> None:
     assert results[-1][1] == pytest.approx(by_hand, abs=1e-12)
 
 
+def test_hopper_shows_what_the_sparse_reward_remembers_and_changes_nothing_else_by_it() -> None:
+    plain, telling = (
+        gymnasium.make("tether/HopperJumpSparse-v0", show_memory=show) for show in (False, True)
+    )
+    first, same = plain.reset(seed=0)[0], telling.reset(seed=0)[0]
+    np.testing.assert_array_equal(same, [*first, 0.0, 5.0])
+    for t in range(250):
+        action = np.full(3, np.sin(t / 15))
+        observation, reward, *_, info = plain.step(action)
+        told, same_reward, *_ = telling.step(action)
+        np.testing.assert_array_equal(told, [*observation, info["max_height"], info["landing_distance"]])
+        assert reward == same_reward
+
+
 def test_box_starts_with_the_rod_above_the_box_and_the_target_far_enough() -> None:
     env = gymnasium.make("tether/BoxPushingDense-v0", random_init=True)
     inner: Any = env.unwrapped

@@ -32,6 +32,9 @@ class HopperJumpEnv(MujocoTaskEnv):
         distance_weight: cost of a metre between foot and mark.
         landing_weight: cost of a metre between foot and mark at the first landing after a jump.
         healthy_reward: for a torso above 0.5 m.
+        show_memory: append to the observation what the sparse reward remembers and no state shows: the
+            highest point so far, and the distance at the first landing (5 before it). A critic of states
+            cannot give credit for a height that the states after it do not tell.
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
     """
 
@@ -47,11 +50,14 @@ class HopperJumpEnv(MujocoTaskEnv):
         landing_weight: float = 0.0,
         healthy_reward: float = 1.0,
         control_weight: float = 1e-3,
+        show_memory: bool = False,
         **options: Any,
     ) -> None:
         options.setdefault("camera", "track")
-        super().__init__("hopper_jump.xml", frame_skip=4, action_size=3, observation_size=16, **options)
+        size = 18 if show_memory else 16
+        super().__init__("hopper_jump.xml", frame_skip=4, action_size=3, observation_size=size, **options)
         self.sparse = sparse
+        self.show_memory = show_memory
         self.height_weight = height_weight
         self.distance_weight = distance_weight
         self.landing_weight = landing_weight
@@ -121,7 +127,8 @@ class HopperJumpEnv(MujocoTaskEnv):
     def _observation(self) -> FloatArray:
         foot_to_mark = self.data.site_xpos[self._foot_site] - self._goal
         velocities = np.clip(self.data.qvel, -10.0, 10.0)
-        return np.concatenate([self.data.qpos, velocities, foot_to_mark, self._goal[:1]])
+        memory = [self._max_height, self._landing_distance] if self.show_memory else []
+        return np.concatenate([self.data.qpos, velocities, foot_to_mark, self._goal[:1], memory])
 
 
 class HopperJumpAdapter(PositionControlledEnv):
