@@ -1,0 +1,55 @@
+"""The README's figure of staleness: which runs it draws, and that it says what is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import study_figure
+
+from tether.errors import ConfigError
+from tether.experiments import RunFolder
+from tether.experiments.summary import load_runs
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Two seeds of TROLL at 1 and 8 updates, of which the second has only the first; at two rates."""
+    for rate in (1e-4, 3e-4):
+        for seed, updates in ((0, (1, 8)), (1, (1,))):
+            for count in updates:
+                settings = {
+                    "trust_region": "troll", "kl_bound": 0.05, "updates_per_rollout": count,
+                    "learning_rate": rate,
+                }  # fmt: skip
+                path = tmp_path / "study" / f"{rate}-{seed}-{count}"
+                with RunFolder.create(path, kind="llm", label="x", seed=seed, settings=settings) as run:
+                    run.log_eval(0, success=0.4)
+                    run.log_eval(1, success=count / 10 + 1000 * rate)
+                    run.mark_finished()
+    return tmp_path / "study"
+
+
+def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
+    curves = study_figure.final_by_updates(load_runs([study]), 3e-4)
+    assert list(curves) == ["TROLL"]
+    [curve] = curves["TROLL"]
+    assert curve.x.tolist() == [1, 8]
+    assert curve.y.tolist() == pytest.approx([0.4, 1.1])
+
+
+def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    study_figure.main([str(study), "--learning-rate", "0.0001", "--output", str(tmp_path / "out")])
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["success-by-updates-dark.png", "success-by-updates.png"]
+    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in written)
+
+
+def test_a_method_without_runs_is_named(study: Path) -> None:
+    with pytest.raises(ConfigError, match="No finished runs of clip; there are TROLL"):
+        study_figure.main([str(study), "--methods", "clip"])
