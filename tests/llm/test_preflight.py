@@ -108,6 +108,25 @@ def test_gradient_checkpointing_adapters_and_small_batches_need_less(tmp_path: P
     assert peak(reference_penalty=0.1) > peak()
 
 
+def test_what_is_spread_over_processes_needs_a_share_in_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_config = read_config_and_tokenizer("embedded")[0]
+    whole = estimate_memory(config(tmp_path), model_config, 20)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert estimate_memory(config(tmp_path), model_config, 20).fixed == whole.fixed, "DDP"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    zero2 = estimate_memory(config(tmp_path), model_config, 20)
+    assert zero2.weights == whole.weights
+    assert zero2.optimizer + zero2.gradients == (whole.optimizer + whole.gradients) // 4
+    for name, value in (("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"), ("ACCELERATE_USE_FSDP", "true")):
+        monkeypatch.setenv(name, value)
+        spread = estimate_memory(config(tmp_path), model_config, 20)
+        assert spread.fixed == pytest.approx(whole.fixed / 4, abs=4)
+        assert spread.checkpoint == whole.checkpoint, "the disk holds all of it"
+
+
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

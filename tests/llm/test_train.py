@@ -96,6 +96,11 @@ def test_measuring_more_often_changes_nothing_else(tmp_path, uninterrupted):
     assert record(tmp_path / "run")["metrics"] == record(uninterrupted)["metrics"]
 
 
+def test_checks_before_training_change_no_number(tmp_path, uninterrupted):
+    train(config(tmp_path / "run", preflight="off"))
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
 def test_a_finished_run_is_left_alone_on_resume(tmp_path, uninterrupted):
     before = record(uninterrupted)
     train(config(uninterrupted, resume=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from tether.errors import TrainingStoppedError
@@ -67,9 +68,11 @@ class FiniteGradients(TrainerCallback):
         if not named:  # DeepSpeed keeps them elsewhere; `on_log` sees the loss
             return
         norm = torch.nn.utils.get_total_norm([weight.grad for _, weight in named])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if torch.isfinite(norm):
             return
-        broken = [name for name, weight in named if not bool(torch.isfinite(weight.grad).all())]
+        broken = [name for name, weight in named if not bool(torch.isfinite(_local(weight.grad)).all())]
         raise NotFiniteError(
             f"the gradient of {len(broken)} of {len(named)} parameters is NaN or infinite ({broken[0]}, ...)"
             if broken
@@ -82,6 +85,11 @@ class FiniteGradients(TrainerCallback):
             value = (logs or {}).get(name)
             if value is not None and not torch.isfinite(torch.tensor(float(value))):
                 raise NotFiniteError(f"{name} is {value}")
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """This process's share of a sharded gradient."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 @dataclass

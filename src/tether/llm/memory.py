@@ -22,7 +22,8 @@ _HEAD_TOKENS, _HEAD_IDS = 4096, 32768
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes one process needs. Weights, gradients and optimizer are counted; the rest is estimated."""
+    """Bytes one process needs, its share where the model is spread. Weights, gradients and optimizer are
+    counted; the rest is estimated."""
 
     parameters: int
     """Numbers in the model."""
@@ -32,6 +33,8 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     """AdamW's two moments."""
+    checkpoint: int
+    """On the disk: what is trained, and its moments."""
     reference: int
     """A second model, where the reference penalty needs one."""
     activations: int
@@ -50,12 +53,6 @@ class MemoryEstimate:
         resting = self.weights + self.optimizer + self.reference
         return max(self.fixed + self.activations, resting + self.generation)
 
-    @property
-    def checkpoint(self) -> int:
-        """Bytes of a checkpoint on the disk: what is trained and its moments."""
-        whole = self.trained == self.parameters
-        return self.optimizer + (self.weights if whole else self.optimizer // 2)
-
 
 def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length: int) -> MemoryEstimate:
     """What training takes in one process of ``config``'s run.
@@ -71,7 +68,7 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
     """
     from transformers import AutoModelForCausalLM
 
-    from tether.llm.process import process_count
+    from tether.llm.process import process_count, sharding
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
@@ -82,12 +79,15 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
     trained_size = size if config.lora_rank is None else 4
     rows = max(1, config.responses_per_micro_batch // process_count())
     written = max(1, config.prompts_per_rollout * config.responses_per_prompt // process_count())
+    share = 1 if sharding() == "none" else process_count()
+    weights = int(parameters * size) if config.quantization == "none" else _nf4_weights(model)
     return MemoryEstimate(
         parameters=parameters,
         trained=trained,
-        weights=int(parameters * size) if config.quantization == "none" else _nf4_weights(model),
-        gradients=trained * trained_size,
-        optimizer=2 * trained * trained_size,
+        weights=weights // share if sharding() == "everything" else weights,
+        gradients=trained * trained_size // share,
+        optimizer=2 * trained * trained_size // share,
+        checkpoint=_checkpoint(parameters, trained, size, trained_size),
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
         activations=_activations(config, text, rows * length, size),
         generation=0 if config.rollouts == "vllm" else _generation(text, written, length, size),
@@ -116,6 +116,11 @@ def _bytes_a_weight(config: TrainConfig, model_config: Any) -> int:
         return names[config.dtype]
     stored = getattr(model_config, "dtype", None)
     return stored.itemsize if isinstance(stored, torch.dtype) else 4
+
+
+def _checkpoint(parameters: int, trained: int, size: int, trained_size: int) -> int:
+    saved = parameters * size if trained == parameters else trained * trained_size
+    return int(saved + 2 * trained * trained_size)
 
 
 def _linear_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:

@@ -136,6 +136,8 @@ def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding
 
 def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Iterator[Finding]:
     available, place = available_memory(config.device)
+    if config.rollouts == "vllm" and config.vllm_mode == "colocate":
+        available = int(available * (1 - config.vllm_memory))
     parts = (
         f"weights {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer "
         f"{_gb(estimate.optimizer)}"
@@ -167,9 +169,10 @@ def _disk(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     kept = config.keep_checkpoints + 1  # the new one is whole before the oldest goes
-    needed = max(1, kept - there) * estimate.checkpoint + estimate.weights
+    model = estimate.parameters * (2 if config.dtype == "bfloat16" else 4)
+    needed = max(1, kept - there) * estimate.checkpoint + model
     if needed > free:
-        one = estimate.checkpoint + estimate.weights
+        one = estimate.checkpoint + model
         yield Finding(
             f"{kept} checkpoints of {_gb(estimate.checkpoint)} and the trained model need {_gb(needed)} on "
             f"the disk of {folder}, and {_gb(free)} are free. Free space, lower keep_checkpoints "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Literal
 
 from tether.errors import ConfigError
 
@@ -42,6 +43,32 @@ def is_main_process() -> bool:
     True
     """
     return _number("RANK", 0) == 0
+
+
+def local_rank() -> int:
+    """Which of this machine's accelerators is this process's.
+
+    >>> local_rank()
+    0
+    """
+    return _number("LOCAL_RANK", 0)
+
+
+Sharding = Literal["none", "optimizer", "everything"]
+"""What each process holds a share of: nothing, gradients and moments (ZeRO-2), or the weights too."""
+
+
+def sharding() -> Sharding:
+    """How ``accelerate launch`` was asked to spread the model.
+
+    >>> sharding()
+    'none'
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "everything"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        return "everything" if _number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) == 3 else "optimizer"
+    return "none"
 
 
 def _number(name: str, default: int) -> int:

@@ -16,7 +16,7 @@ from tether.experiments.run_config import CONFIG_FILE
 from tether.llm.config import TrainConfig
 from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
-from tether.llm.process import is_main_process, prepare_process
+from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
@@ -57,15 +57,34 @@ def train(config: TrainConfig) -> RunFolder:
         if config.push_to_hub is not None:
             check_hub_access(config.push_to_hub)
         model, tokenizer = load_model_and_tokenizer(
-            config.model, dtype=config.dtype, quantization=config.quantization
+            config.model,
+            dtype=config.dtype,
+            device=_device(config),
+            quantization=config.quantization,
         )
-        if is_main_process() and not (config.resume and (config.output / CONFIG_FILE).is_file()):
+        if _begins(config):
             check_rewards(config, model, tokenizer, task)
         trainer = _build(config, model, tokenizer, task)
         with _run_folder(config) as run:
             _run(config, run, trainer, tokenizer, task, problems)
     trainer.accelerator.wait_for_everyone()
     return RunFolder.open(config.output) if run is None else run
+
+
+def _device(config: TrainConfig) -> torch.device:
+    """Where this process's model goes at once; one that is to be spread over processes waits on the CPU."""
+    if config.device == "cpu" or not torch.accelerator.is_available() or sharding() == "everything":
+        return torch.device("cpu")
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    return torch.device(current.type, local_rank())
+
+
+def _begins(config: TrainConfig) -> bool:
+    """Whether this process is to look at rewards: once a run, and not with a model too large for one process
+    (the evaluation before the first step shows them too)."""
+    resumed = config.resume and (config.output / CONFIG_FILE).is_file()
+    return is_main_process() and not resumed and sharding() != "everything"
 
 
 @contextmanager
