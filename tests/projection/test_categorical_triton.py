@@ -13,7 +13,7 @@ from torch import Tensor
 
 import oracles
 from tether.errors import InvalidInputError
-from tether.projection import CategoricalProjection, project_categorical
+from tether.projection import CategoricalProjection, SparseLogProbs, project_categorical, project_sparse
 
 pytest.importorskip("triton", reason="the kernel needs the package", exc_type=ImportError)
 
@@ -185,3 +185,17 @@ def test_what_the_kernel_cannot_hold_is_refused_and_left_to_the_plain_path() -> 
     with pytest.raises(InvalidInputError, match="single tokens, not sequences"):
         project_categorical(new[None], old[None], 0.05, region="sequence", backend="triton")
     assert bool(project_categorical(new, old, 0.05).projected.all())
+
+
+def test_a_sparse_support_is_projected_by_the_kernel_as_by_the_plain_path() -> None:
+    old_logits = torch.randn(6, 50, dtype=torch.float64, device=DEVICE)
+    new_logits = (old_logits + torch.randn_like(old_logits)).requires_grad_()
+    old = SparseLogProbs.from_logits(old_logits, top_k=8)
+    results = []
+    for path in ("torch", "triton"):
+        result = project_sparse(SparseLogProbs.at_ids(new_logits, old.ids), old, 0.05, backend=path)
+        (gradient,) = torch.autograd.grad(result.log_probs.log_tail.sin().sum(), new_logits)
+        results.append((result.log_probs.with_buckets(), gradient))
+    assert result.projected.any()
+    for plain, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=1e-9, atol=1e-11)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.projection.backend import Backend
 from tether.projection.categorical import Region, project_categorical
 from tether.projection.divergence import log1mexp
 from tether.projection.solve import may_ask
@@ -215,6 +216,7 @@ def project_sparse(
     tail: Tail = "bucket",
     region: Region = "token",
     mask: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> SparseProjection:
     """Solve argmin_π KL(π ‖ new) subject to KL(π ‖ old) <= kl_bound on a sparse support.
 
@@ -229,7 +231,7 @@ def project_sparse(
     Args:
         new, old: distributions [..., K]. With ``tail="bucket"`` both on the same ids in the same order;
             with ``tail="paper"`` each on its own.
-        kl_bound, region, mask: as in `project_categorical`.
+        kl_bound, region, mask, backend: as in `project_categorical`.
 
     Returns:
         Projected log-probabilities, on the ids of `new` (bucket) or on the union (paper).
@@ -258,7 +260,8 @@ def project_sparse(
             f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at "
             "the old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
         )
-    result = project_categorical(new.with_buckets(), old.with_buckets(), kl_bound, region=region, mask=mask)
+    sides = new.with_buckets(), old.with_buckets()
+    result = project_categorical(*sides, kl_bound, region=region, mask=mask, backend=backend)
     projected = SparseLogProbs(new.ids, result.log_probs[..., :-1], result.log_probs[..., -1])
     return SparseProjection(projected, new, old, result.step, result.kl, result.projected)
 
@@ -290,9 +293,7 @@ def select_support(
     if mass < 1.0:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         ids = _trim_to_mass(ids, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True), mass)
-    if keep_ids is None:
-        return ids
-    return append_kept_id(ids, keep_ids)
+    return ids if keep_ids is None else append_kept_id(ids, keep_ids)
 
 
 def _trim_to_mass(ids: Tensor, log_probs: Tensor, mass: float) -> Tensor:
