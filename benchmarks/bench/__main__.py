@@ -23,22 +23,19 @@ def main() -> None:
     if torch.cuda.is_available() and not arguments.quick:
         devices.append(torch.device("cuda"))
     missed: list[Finding] = []
+    written: list[Path] = []
     command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
     for device in devices:
-        findings: list[Finding] = []
-        written: list[Path] = []
-        for name, section in sections.SECTIONS.items():
-            if arguments.only and name not in arguments.only:
-                continue
+        for name in arguments.only or sections.SECTIONS:
             print(f"-- {name} on {device.type}, {time.monotonic() - started:.0f} s", flush=True)
-            for finding in section(device, arguments.quick):
-                if arguments.quick:  # sizes that nothing was promised for
-                    finding = replace(finding, bar=None)
+            findings = sections.SECTIONS[name](device, arguments.quick)
+            if arguments.quick:  # sizes that nothing was promised for
+                findings = [replace(finding, bar=None) for finding in findings]
+            for finding in findings:
                 print(report.terminal_line(finding, device.type), flush=True)
-                findings.append(finding)
             # After each section: what was measured is kept if a later one is interrupted.
-            written = report.write(findings, device, arguments.output, command)
-        missed += [finding for finding in findings if finding.verdict(device.type) == "MISSED"]
+            written = report.write(name, findings, device, arguments.output, command)
+            missed += [finding for finding in findings if finding.verdict(device.type) == "MISSED"]
         print("written:", *written)
     print(f"{time.monotonic() - started:.0f} s in all; bars missed: {len(missed)}")
     for finding in missed:

@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.bench.bars import Finding
+from benchmarks.bench.bars import Bar, Finding
+from benchmarks.bench.timing import Ratio
 
 _COLUMNS = ("bar", "ours / against", "where", "ratio", "95 %", "bar at", "verdict", "medians")
 
 
-def write(findings: Sequence[Finding], device: torch.device, folder: Path, command: str) -> list[Path]:
-    """Write `<device>.json` and `<device>.md`, each to a temporary name first."""
+def write(
+    section: str, findings: Sequence[Finding], device: torch.device, folder: Path, command: str
+) -> list[Path]:
+    """Put a section's findings into `<device>.json` and `<device>.md`, in the place of what was there before.
+
+    Each file is written to a temporary name first. What other sections found stays.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
+    target = folder / f"{device.type}.json"
+    sections = json.loads(target.read_text(encoding="utf-8"))["sections"] if target.exists() else {}
+    sections[section] = {
         "command": command,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
@@ -26,17 +34,18 @@ def write(findings: Sequence[Finding], device: torch.device, folder: Path, comma
         "clock": "processor time" if device.type == "cpu" else "wall time, queue emptied",
         "findings": [_as_json(finding, device.type) for finding in findings],
     }
-    written = []
-    for suffix, text in (
-        ("json", json.dumps(record, indent=1) + "\n"),
-        ("md", markdown(findings, device.type)),
-    ):
-        target = folder / f"{device.type}.{suffix}"
-        temporary = target.with_suffix(f".{suffix}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(target)
-        written.append(target)
-    return written
+    every = [_from_json(entry) for part in sections.values() for entry in part["findings"]]
+    return [
+        _replace(target, json.dumps({"sections": sections}, indent=1) + "\n"),
+        _replace(target.with_suffix(".md"), markdown(every, device.type)),
+    ]
+
+
+def _replace(target: Path, text: str) -> Path:
+    temporary = target.with_suffix(f"{target.suffix}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(target)
+    return target
 
 
 def terminal_line(finding: Finding, device_type: str) -> str:
@@ -69,6 +78,12 @@ def _cells(finding: Finding, device_type: str) -> tuple[str, ...]:
 def _as_json(finding: Finding, device_type: str) -> dict[str, Any]:
     limit, verdict = finding.limit(device_type), finding.verdict(device_type)
     return asdict(finding) | {"limit": limit, "verdict": verdict}
+
+
+def _from_json(entry: dict[str, Any]) -> Finding:
+    known = {name: value for name, value in entry.items() if name not in ("limit", "verdict")}
+    bar = None if entry["bar"] is None else Bar(**entry["bar"])
+    return Finding(**known | {"ratio": Ratio(**entry["ratio"]), "bar": bar})
 
 
 def _processor() -> str:

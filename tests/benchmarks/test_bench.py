@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.bench import __main__ as bench
-from benchmarks.bench import bars, correctness, timing
+from benchmarks.bench import bars, correctness, report, timing
 from benchmarks.bench.bars import Finding
 from benchmarks.bench.contestants import tether_clip
 from benchmarks.bench.memory import peak_bytes
@@ -72,15 +72,28 @@ def test_the_command_writes_what_it_measured(
     names = ["main_shapes", "old_policy", "root_search"]
     monkeypatch.setattr("sys.argv", ["bench", "--quick", "--output", str(tmp_path), "--only", *names])
     bench.main()
-    record = json.loads((tmp_path / "cpu.json").read_text())
-    pairs = {(f["ours"], f["against"]) for f in record["findings"]}
+    parts = json.loads((tmp_path / "cpu.json").read_text())["sections"]
+    assert list(parts) == names
+    findings = [finding for part in parts.values() for finding in part["findings"]]
+    pairs = {(f["ours"], f["against"]) for f in findings}
     assert ("TROLL", "clip") in pairs
     assert ("with top-K", "plain") in pairs
     assert ("Newton", "published") in pairs
-    assert all(f["ratio"]["low"] <= f["ratio"]["median"] <= f["ratio"]["high"] for f in record["findings"])
+    assert all(f["ratio"]["low"] <= f["ratio"]["median"] <= f["ratio"]["high"] for f in findings)
     table = (tmp_path / "cpu.md").read_text().splitlines()
-    assert len(table) == 2 + len(record["findings"])
+    assert len(table) == 2 + len(findings)
     assert "gradients are within" in capsys.readouterr().out
+
+
+def test_a_section_measured_again_replaces_what_it_found_before(tmp_path: Path) -> None:
+    def finding(median: float) -> Finding:
+        return Finding("a", "b", "here", timing.Ratio(median, 1.0, 9.0), 1.0, 2.0, bar=bars.OLD_PASS)
+
+    for section, value in (("one", 2.0), ("two", 3.0), ("one", 4.0)):
+        report.write(section, [finding(value)], CPU, tmp_path, "command")
+    rows = (tmp_path / "cpu.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[3] for row in rows] == ["4.000", "3.000"]
+    assert all("| MISSED |" in row for row in rows)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
