@@ -99,7 +99,8 @@ def test_half_precision_differs_by_the_rounding_of_the_gradients(by_rank: list[D
 
 
 def test_shards_may_run_on_triton(by_rank: list[Differences]) -> None:
-    pytest.importorskip("triton", reason="the Triton path needs the package", exc_type=ImportError)
+    if "triton" not in by_rank[0]:
+        pytest.skip("these processes work on a CPU, where kernels must be interpreted")
     for found in by_rank:
         assert all(difference < 1e-9 for difference in found["triton"].values()), found["triton"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +140,7 @@ def half_precision() -> dict[str, dict[str, float]]:
 
 
 def on_triton() -> dict[str, dict[str, float]]:
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         return {}
     shard, rows = _own(SPLITS["uneven"], V)
     options = {**SETTINGS["everything"], "backend": "triton", "top_k": 5}
