@@ -1,7 +1,7 @@
 """Reinforcement learning from start to end on verl's engine: the embedded model learns its task.
 
-Every part of an update is verl's: worker, FSDP2 engine, GRPO's advantages, mini-batches, metrics. The rollouts
-are not, whose servers need an accelerator: a plain Transformers model with the actor's weights samples here.
+Every part of an update is verl's: worker, FSDP2 engine, GRPO's advantages, mini-batches, metrics. The
+rollouts are not; a plain Transformers model with the actor's weights samples here.
 """
 
 from __future__ import annotations
