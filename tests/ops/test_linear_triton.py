@@ -21,6 +21,9 @@ from triton.runtime import interpreter
 
 from tether.ops import rows_triton
 
+# The interpreter's numpy says aloud what a GPU computes silently.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
