@@ -106,6 +106,8 @@ def test_gradient_checkpointing_adapters_and_small_batches_need_less(tmp_path: P
     for changes in ({"gradient_checkpointing": True}, {"micro_batch_size": 1}, {"dtype": "bfloat16"}):
         assert peak(**changes) < peak()
     assert peak(reference_penalty=0.1) > peak()
+    parameters = estimate_memory(config(tmp_path), model_config, 400).parameters  # head and embedding are tied
+    assert peak(estimator="ppo") - peak() == 4 * 4 * parameters
 
 
 def test_what_is_spread_over_processes_needs_a_share_in_each(

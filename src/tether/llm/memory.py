@@ -37,6 +37,8 @@ class MemoryEstimate:
     """On the disk: what is trained, and its moments."""
     reference: int
     """A second model, where the reference penalty needs one."""
+    critic: int
+    """PPO's: a backbone in float32, with its gradients and moments."""
     activations: int
     """What one micro-batch leaves for the backward pass, and the tile of the LM head."""
     generation: int
@@ -45,12 +47,12 @@ class MemoryEstimate:
     @property
     def fixed(self) -> int:
         """What there is no way around with these settings."""
-        return self.weights + self.gradients + self.optimizer + self.reference
+        return self.weights + self.gradients + self.optimizer + self.reference + self.critic
 
     @property
     def peak(self) -> int:
         """The larger of an update and of writing responses, when there are no gradients."""
-        resting = self.weights + self.optimizer + self.reference
+        resting = self.weights + self.optimizer + self.reference + self.critic
         return max(self.fixed + self.activations, resting + self.generation)
 
 
@@ -89,6 +91,7 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
         optimizer=2 * trained * trained_size // share,
         checkpoint=_checkpoint(parameters, trained, size, trained_size),
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
+        critic=_critic(model) if config.estimator == "ppo" else 0,
         activations=_activations(config, text, rows * length, size),
         generation=0 if config.rollouts == "vllm" else _generation(text, written, length, size),
     )
@@ -121,6 +124,11 @@ def _bytes_a_weight(config: TrainConfig, model_config: Any) -> int:
 def _checkpoint(parameters: int, trained: int, size: int, trained_size: int) -> int:
     saved = parameters * size if trained == parameters else trained * trained_size
     return int(saved + 2 * trained * trained_size)
+
+
+def _critic(model: PreTrainedModel) -> int:
+    """Weights, gradients and two moments, four bytes each."""
+    return 4 * 4 * sum(weight.numel() for weight in model.base_model.parameters())
 
 
 def _linear_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:

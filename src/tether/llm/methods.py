@@ -95,6 +95,11 @@ def check_method(config: TrainConfig) -> None:
             f"{config.trust_region} is set by fields: {_OWN_FIELDS[config.trust_region]}."
         )
     _check_inside(config)
+    if config.estimator == "ppo" and config.quantization != "none":
+        raise ConfigError(
+            f"estimator='ppo' trains a copy of the backbone as its critic, which quantization="
+            f"{config.quantization!r} makes impossible. Use another estimator, such as rloo."
+        )
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)} (1 is usual).")

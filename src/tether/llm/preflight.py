@@ -142,6 +142,7 @@ def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Itera
         f"weights {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer "
         f"{_gb(estimate.optimizer)}"
         + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
+        + (f", critic {_gb(estimate.critic)}" if estimate.critic else "")
     )
     if estimate.fixed > available:
         yield Finding(
