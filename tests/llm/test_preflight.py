@@ -106,7 +106,7 @@ def test_gradient_checkpointing_adapters_and_small_batches_need_less(tmp_path: P
     for changes in ({"gradient_checkpointing": True}, {"micro_batch_size": 1}, {"dtype": "bfloat16"}):
         assert peak(**changes) < peak()
     assert peak(reference_penalty=0.1) > peak()
-    parameters = estimate_memory(config(tmp_path), model_config, 400).parameters  # head and embedding are tied
+    parameters = estimate_memory(config(tmp_path), model_config, 400).parameters  # head tied to embedding
     assert peak(estimator="ppo") - peak() == 4 * 4 * parameters
 
 
