@@ -28,7 +28,8 @@ def main() -> None:
     for device in devices:
         for name in arguments.only or sections.SECTIONS:
             print(f"-- {name} on {device.type}, {time.monotonic() - started:.0f} s", flush=True)
-            findings = sections.SECTIONS[name](device, arguments.quick)
+            measured = sections.SECTIONS[name](device, arguments.quick)
+            findings = [finding for finding in measured if finding is not None]
             if arguments.quick:  # sizes that nothing was promised for
                 findings = [replace(finding, bar=None) for finding in findings]
             for finding in findings:

@@ -29,8 +29,11 @@ CONTESTANTS = {
 }
 
 
-def peak_bytes(name: str, shape: str) -> int:
-    """Run a contestant in a new process and read what it printed.
+_OUT_OF_MEMORY = "out of memory"
+
+
+def peak_bytes(name: str, shape: str) -> int | None:
+    """Run a contestant in a new process and read what it printed; None if it did not fit, which is said.
 
     Raises:
         RuntimeError: with what the process said, if it failed.
@@ -40,6 +43,9 @@ def peak_bytes(name: str, shape: str) -> int:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    if done.stdout.strip() == _OUT_OF_MEMORY:
+        print(f"left out: {name} does not fit on the device ({shape})", flush=True)
+        return None
     return int(done.stdout.split()[-1])
 
 
@@ -70,4 +76,7 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    print(_measure(sys.argv[1], sys.argv[2]))
+    try:
+        print(_measure(sys.argv[1], sys.argv[2]))
+    except torch.OutOfMemoryError:
+        print(_OUT_OF_MEMORY)

@@ -17,7 +17,7 @@ from benchmarks.bench.workload import Regime, Shape, Workload, make_workloads
 
 from benchmarks import projection
 
-Contestants = Mapping[str, Callable[[], object]]
+Findings = list[Finding | None]
 
 CHECKS = {
     "clip": (contestants.tether_clip, correctness.dense_clip),
@@ -31,7 +31,7 @@ RATES = (0.0, 0.001, 0.01, 0.1, 1.0)
 FEW, ALL = 0.001, 1.0
 
 
-def main_shapes(device: torch.device, quick: bool) -> list[Finding]:
+def main_shapes(device: torch.device, quick: bool) -> Findings:
     """Bars 1 to 5 and 8 on peaked rows: every path, at every rate of violations."""
     if quick:
         return _heads(TINY, device, turns=1)
@@ -40,7 +40,7 @@ def main_shapes(device: torch.device, quick: bool) -> list[Finding]:
     return [finding for shape in GPU for finding in _heads(shape, device, turns=7)]
 
 
-def _heads(shape: Shape, device: torch.device, turns: int) -> list[Finding]:
+def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
     work = make_workloads(shape, "peaked", RATES, device)
     _check(work, f"{shape.name}, peaked")
     running: dict[str, Callable[[], object]] = {
@@ -57,7 +57,8 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> list[Finding]:
         "clip on all": contestants.step(contestants.tether_clip, work[ALL]),
     }
     times = run_in_turns(running, turns, device)
-    fastest = min(("TRL clip", "Liger clip"), key=lambda name: statistics.median(times[name]))
+    third_parties = [name for name in ("TRL clip", "Liger clip") if name in times]
+    fastest = min(third_parties, key=lambda name: statistics.median(times[name]))
     few = _where(shape, "peaked", work[FEW])
     every = _where(shape, "peaked", work[ALL])
     others = {
@@ -73,7 +74,7 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> list[Finding]:
         _finding(times, "TROLL all", "clip on all", f"{every}; the clip drops its tokens", None),
         *(_finding(other, name, "clip", _where(shape, "peaked", None)) for name in others),
         _finding(times, "clip", fastest, few, bars.THIRD_PARTY),
-        *(_finding(times, "clip", name, few) for name in ("TRL clip", "Liger clip") if name != fastest),
+        *(_finding(times, "clip", name, few) for name in third_parties if name != fastest),
         _finding(times, "TROLL", "paper-style", few, bars.PAPER_TIME),
         _finding(times, "TROLL all", "paper-style all", every, bars.PAPER_TIME),
         _finding(times, "exact", "TROLL", few, bars.EXACT),
@@ -81,7 +82,7 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> list[Finding]:
     ]
 
 
-def long_batch(device: torch.device, quick: bool) -> list[Finding]:
+def long_batch(device: torch.device, quick: bool) -> Findings:
     """More tokens than the workspace holds: the backward pass forms the logits again."""
     if quick or device.type != "cpu":
         return []
@@ -97,7 +98,7 @@ def long_batch(device: torch.device, quick: bool) -> list[Finding]:
     ]
 
 
-def near_uniform(device: torch.device, quick: bool) -> list[Finding]:
+def near_uniform(device: torch.device, quick: bool) -> Findings:
     """Rows on which every id is about as likely: the support holds next to nothing."""
     shape = TINY if quick else SMALL if device.type == "cpu" else GPU[0]
     work = make_workloads(shape, "uniform", (FEW, ALL), device)
@@ -105,18 +106,18 @@ def near_uniform(device: torch.device, quick: bool) -> list[Finding]:
     return _troll_and_exact(shape, "uniform", work, 1 if quick else 5, device)
 
 
-def embedded_shape(device: torch.device, quick: bool) -> list[Finding]:
+def embedded_shape(device: torch.device, quick: bool) -> Findings:
     """The embedded model's head is so small that the projection is not small beside it: no bar, a report."""
     if quick:
         return []
     work = make_workloads(EMBEDDED, "peaked", (FEW, ALL), device)
     findings = _troll_and_exact(EMBEDDED, "peaked", work, 9, device)
-    return [replace(finding, bar=None) for finding in findings]
+    return [finding and replace(finding, bar=None) for finding in findings]
 
 
 def _troll_and_exact(
     shape: Shape, regime: Regime, work: Mapping[float, Workload], turns: int, device: torch.device
-) -> list[Finding]:
+) -> Findings:
     times = run_in_turns(
         {
             "clip": contestants.step(contestants.tether_clip, work[FEW]),
@@ -136,7 +137,7 @@ def _troll_and_exact(
     ]
 
 
-def old_policy(device: torch.device, quick: bool) -> list[Finding]:
+def old_policy(device: torch.device, quick: bool) -> Findings:
     """Bar 3: what it costs to keep the most likely ids while the old policy is scored."""
     findings = []
     for shape in (TINY,) if quick else (SMALL,) if device.type == "cpu" else GPU:
@@ -157,7 +158,7 @@ def old_policy(device: torch.device, quick: bool) -> list[Finding]:
     return findings
 
 
-def root_search(device: torch.device, quick: bool) -> list[Finding]:
+def root_search(device: torch.device, quick: bool) -> Findings:
     """Bar 6: the projection against the papers' search, as published and stopping early."""
     findings = []
     shapes = [projection.Shape("tiny", 300, 65, 1.0)] if quick else projection.SHAPES
@@ -181,7 +182,7 @@ def root_search(device: torch.device, quick: bool) -> list[Finding]:
     return findings
 
 
-def memory(device: torch.device, quick: bool) -> list[Finding]:
+def memory(device: torch.device, quick: bool) -> Findings:
     """Bar 5's other half: peaks in processes of their own."""
     if device.type == "cpu":
         names = ["cpu tiny" if quick else "cpu"]
@@ -189,7 +190,8 @@ def memory(device: torch.device, quick: bool) -> list[Finding]:
         names = [f"gpu {shape.name}" for shape in GPU]
     findings = []
     for name in names:
-        peaks = {c: float(peak_bytes(c, name)) for c in ("TROLL", "clip", "paper-style", "Liger clip")}
+        measured = {c: peak_bytes(c, name) for c in ("TROLL", "clip", "paper-style", "Liger clip")}
+        peaks = {contestant: float(peak) for contestant, peak in measured.items() if peak is not None}
         shape = TINY if quick else SMALL_LONG if device.type == "cpu" else GPU[names.index(name)]
         where = f"{shape.name}, {shape.tokens} tokens"
         findings += [
@@ -200,7 +202,7 @@ def memory(device: torch.device, quick: bool) -> list[Finding]:
     return findings
 
 
-def training_step(device: torch.device, quick: bool) -> list[Finding]:
+def training_step(device: torch.device, quick: bool) -> Findings:
     """Bar 7: the whole training step, through the real trainers."""
     from benchmarks.bench import training_step as training
 
@@ -236,7 +238,10 @@ def _where(shape: Shape, regime: Regime, work: Workload | None) -> str:
     return head if work is None else f"{head}, {work.violating:.1%} violating"
 
 
-def _finding(times: Times, ours: str, against: str, where: str, bar: Bar | None = None) -> Finding:
+def _finding(times: Times, ours: str, against: str, where: str, bar: Bar | None = None) -> Finding | None:
+    """None where one of them did not fit into memory."""
+    if ours not in times or against not in times:
+        return None
     return Finding(
         ours, against, where, ratio(times, ours, against),
         statistics.median(times[ours]), statistics.median(times[against]), bar=bar,
@@ -245,7 +250,9 @@ def _finding(times: Times, ours: str, against: str, where: str, bar: Bar | None 
 
 def _memory_finding(
     peaks: Mapping[str, float], ours: str, against: str, where: str, bar: Bar | None = None
-) -> Finding:
+) -> Finding | None:
+    if ours not in peaks or against not in peaks:
+        return None
     value = peaks[ours] / peaks[against]
     mebibytes = {name: peak / 2**20 for name, peak in peaks.items()}
     return Finding(

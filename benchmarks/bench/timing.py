@@ -31,9 +31,11 @@ class Ratio:
 
 
 def run_in_turns(contestants: Mapping[str, Callable[[], object]], turns: int, device: torch.device) -> Times:
-    """Seconds of each contestant, a value a turn (the mean of its two runs)."""
-    for contestant in contestants.values():
-        seconds(contestant, device)  # first runs compile, allocate and load pages
+    """Seconds of each contestant, a value a turn (the mean of its two runs).
+
+    One that does not fit into the device's memory is left out, and that is said.
+    """
+    contestants = {n: c for n, c in contestants.items() if _fits(n, c, device)}
     times: Times = {name: [] for name in contestants}
     forwards, backwards = list(contestants), list(reversed(contestants))
     for _ in range(turns):
@@ -43,6 +45,18 @@ def run_in_turns(contestants: Mapping[str, Callable[[], object]], turns: int, de
         for name, total in turn.items():
             times[name].append(total / 2)
     return times
+
+
+def _fits(name: str, contestant: Callable[[], object], device: torch.device) -> bool:
+    """A first run, which compiles, allocates and loads pages, too."""
+    try:
+        seconds(contestant, device)
+        return True
+    except torch.OutOfMemoryError as error:
+        print(f"left out: {name} does not fit on the device ({error})", flush=True)
+    if device.type != "cpu":  # outside, where the error no longer holds what it had allocated
+        torch.accelerator.empty_cache()
+    return False
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

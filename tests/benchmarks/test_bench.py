@@ -36,6 +36,15 @@ def test_every_turn_runs_contestants_forwards_and_backwards() -> None:
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
 
 
+def test_what_does_not_fit_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 160 GiB")
+
+    times = timing.run_in_turns({"small": lambda: None, "large": too_large}, 1, CPU)
+    assert list(times) == ["small"]
+    assert "left out: large does not fit on the device (tried to allocate 160 GiB)" in capsys.readouterr().out
+
+
 def test_a_bar_is_met_by_a_median_at_its_limit_and_not_above() -> None:
     def finding(median: float) -> Finding:
         return Finding("a", "b", "here", timing.Ratio(median, 0.0, 9.0), 1.0, 1.0, bar=bars.TROLL_FEW)
@@ -99,4 +108,6 @@ def test_a_section_measured_again_replaces_what_it_found_before(tmp_path: Path) 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 def test_peak_memory_is_that_of_the_loss_and_not_of_the_libraries() -> None:
     """Dense TROLL on [64, 1024] holds its logits, their log-softmax and gradients: a quarter MiB each."""
-    assert 2 * 2**18 < peak_bytes("paper-style", "cpu tiny") < 64 * 2**18
+    peak = peak_bytes("paper-style", "cpu tiny")
+    assert peak is not None
+    assert 2 * 2**18 < peak < 64 * 2**18
