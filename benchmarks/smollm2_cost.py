@@ -3,9 +3,9 @@
     python recipes/smollm2.py                 # once: gets the model
     python benchmarks/smollm2_cost.py         # all weights, all with gradient checkpointing, adapters
 
-Each variant is `tether llm train` on GSM8K in a process of its own, float32, 2 updates on 8 responses each of
-at most 64 tokens, without evaluation to speak of. Memory is the largest resident set the kernel saw, less
-that of a process that has imported the same libraries and loaded nothing. Writes
+Each variant is `tether llm train` on problems of GSM8K's form in a process of its own: float32, 2 updates on
+8 responses each of at most 64 tokens, without evaluation to speak of. Memory is the largest resident set the
+kernel saw, less that of a process that has imported the same libraries and loaded nothing. Writes
 benchmarks/results/smollm2_cost/cost.json.
 """
 
@@ -31,7 +31,6 @@ from tether.llm.tasks import make_task
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "smollm2-135m-instruct"
 RESULTS = Path(__file__).parent / "results" / "smollm2_cost"
-DATA = ROOT / "tests" / "llm" / "data" / "gsm8k"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -40,10 +39,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def word_problems() -> list[dict[str, str]]:
+    """Two hundred in GSM8K's form and of its length, so that nothing has to be downloaded."""
+    text = (
+        "A shop sells apples by the box and by the piece. Maria carries {n} boxes of {m} apples each to the "
+        "shop, and on the way she eats {k} of the apples. The shop's owner pays her for every apple that is "
+        "left, and gives her {k} dollars besides. How many apples has she left to sell?"
+    )
+    return [
+        {
+            "question": text.format(n=n, m=n % 7 + 2, k=n % 3 + 1),
+            "answer": f"{n} * {n % 7 + 2} - {n % 3 + 1} #### {n * (n % 7 + 2) - n % 3 - 1}",
+        }
+        for n in range(2, 202)
+    ]
+
+
 def config(model: Path, output: Path, **changes: Any) -> TrainConfig:
+    data = output.with_name("rows.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in word_problems()))
     return TrainConfig(
         **{
-            "output": output, "model": str(model), "task": "gsm8k", "task_options": {"path": str(DATA)},
+            "output": output, "model": str(model), "task": "gsm8k", "task_options": {"path": str(data)},
             "steps": 2, "updates_per_rollout": 2, "prompts_per_rollout": 4, "responses_per_prompt": 4,
             "max_response_tokens": 64, "eval_every": 0, "eval_problems": 1, "save_every": 0, "threads": 1,
             "device": "cpu", "preflight": "off", **changes,
@@ -54,7 +71,8 @@ def config(model: Path, output: Path, **changes: Any) -> TrainConfig:
 def options(settings: TrainConfig) -> list[str]:
     chosen = [
         "--output", str(settings.output), "--model", settings.model, "--task", "gsm8k",
-        "--task-options", "path", str(DATA), "--steps", "2", "--updates-per-rollout", "2",
+        "--task-options", "path", str(settings.task_options["path"]),
+        "--steps", "2", "--updates-per-rollout", "2",
         "--prompts-per-rollout", "4", "--responses-per-prompt", "4", "--max-response-tokens", "64",
         "--eval-every", "0", "--eval-problems", "1", "--save-every", "0", "--threads", "1", "--device", "cpu",
         "--preflight", "off",
@@ -88,6 +106,7 @@ def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> di
         settings = config(model, Path(folder) / "run", **changes)
         command = [sys.executable, "-m", "tether", "llm", "train", *options(settings)]
         seconds, first, peak = run_and_watch(command, settings.output / "metrics.jsonl")
+        estimated = estimate(settings)
         lines = [json.loads(line) for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
     assert first is not None
     found = {
@@ -97,7 +116,7 @@ def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> di
         "seconds_in_all": round(seconds, 1),
         "peak_bytes": peak,
         "peak_bytes_beyond_imports": peak - imports,
-        "estimated_bytes": estimate(settings),
+        "estimated_bytes": estimated,
     }
     print(json.dumps(found), flush=True)
     return found
@@ -106,7 +125,7 @@ def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> di
 def estimate(settings: TrainConfig) -> int:
     """What the check before training would say."""
     model_config, tokenizer = read_config_and_tokenizer(settings.model)
-    task = make_task("gsm8k", path=str(DATA))
+    task = make_task("gsm8k", **settings.task_options)
     longest = max(len(encode_prompt(tokenizer, p.prompt)) for p in task.problems("train", 32, settings.seed))
     return estimate_memory(settings, model_config, longest + 64).peak
 

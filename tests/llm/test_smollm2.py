@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(os.environ.get("TETHER_SMOLLM2", ROOT / "models" / "smollm2-135m-instruct"))
 
 TASKS: dict[str, dict[str, Any]] = {
-    "gsm8k": {"path": str(ROOT / "tests" / "llm" / "data" / "gsm8k"), "require_boxed": False},
+    "gsm8k": {"require_boxed": False},
     "reasoning_gym": {
         "dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1,
         "instruction": "Give the result between <answer> and </answer>, as in <answer>7</answer>.",
@@ -32,6 +32,17 @@ pytestmark = [
 ]
 
 
+def word_problems() -> list[dict[str, str]]:
+    """Easy ones in GSM8K's form."""
+    return [
+        {
+            "question": f"Tom has {n} apples and buys {n % 7 + 2} more. How many apples has he now?",
+            "answer": f"He has {n} + {n % 7 + 2} = {n + n % 7 + 2}. #### {n + n % 7 + 2}",
+        }
+        for n in range(1, 101)
+    ]
+
+
 def tether(*arguments: str) -> None:
     with pytest.raises(SystemExit) as ending:
         main(list(arguments))
@@ -40,7 +51,11 @@ def tether(*arguments: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_train_evaluate_and_report(task: str, tmp_path: Path) -> None:
-    options = [str(part) for pair in TASKS[task].items() for part in pair]
+    settings = dict(TASKS[task])
+    if task == "gsm8k":
+        settings["path"] = tmp_path / "rows.jsonl"
+        settings["path"].write_text("".join(json.dumps(row) + "\n" for row in word_problems()))
+    options = [str(part) for pair in settings.items() for part in pair]
     run, measured = tmp_path / "run", tmp_path / "eval"
     tether(
         "llm", "train", "--model", str(MODEL), "--task", task, "--task-options", *options,
