@@ -12,23 +12,27 @@ from tether.experiments import RunFolder
 from tether.experiments.jobs import Job, RunFailedError, run_jobs
 from tether.experiments.progress import SeveralRuns
 
-# A trainer in miniature: one number a step, stops when asked to, goes on where it was.
+# A trainer in miniature, without Tether's imports: writes what a run folder holds, stops when asked to, goes
+# on where it was.
 TRAINER = """
-import signal, sys, time
-from tether.experiments import RunFolder
-folder, steps, pause, broken = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "broken"
+import json, pathlib, signal, sys, time
+folder, steps, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-with RunFolder.create(folder, kind="llm", label="x", seed=0, settings={}, resume=True) as run:
-    done = len(run.metrics())
-    for step in range(done + 1, steps + 1):
-        if broken:
-            sys.exit("no such model")
-        time.sleep(pause)
-        run.log(step, loss=1.0)
-        if stop:
-            sys.exit(0)
-    run.mark_finished()
+if sys.argv[4] == "broken":
+    sys.exit("no such model")
+folder.mkdir(parents=True, exist_ok=True)
+config = {"kind": "llm", "label": "x", "seed": 0, "settings": {}, "versions": {}, "started": ""}
+(folder / "config.json").write_text(json.dumps(config))
+metrics = folder / "metrics.jsonl"
+done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+for step in range(done + 1, steps + 1):
+    time.sleep(pause)
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": step, "time_s": 1.0, "loss": 1.0}) + "\\n")
+    if stop:
+        sys.exit(0)
+(folder / "FINISHED").write_text(json.dumps({"time": "", "training_seconds": 1.0}))
 """
 
 
