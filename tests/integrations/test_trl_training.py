@@ -90,6 +90,19 @@ def test_bfloat16_trains_with_the_projection_on_its_bound(
     assert _steps(trainer)[0]["trust_region/kl_max"] < 1e-5, "the same weights scored twice must agree"
 
 
+@pytest.mark.parametrize("precision", ["model", "autocast"])
+def test_bfloat16_trains_on_the_whole_vocabulary(train: Callable[..., Any], precision: str) -> None:
+    model = make_tiny_model()
+    trainer = train(
+        TROLLTrainer, TROLLConfig, troll_kl_bound=0.02, bf16=precision == "autocast",
+        model=model.to(torch.bfloat16) if precision == "model" else model,
+    )  # fmt: skip
+    rows = _steps(trainer)
+    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+    assert [rows[i]["trust_region/certified"] for i in (0, 4)] == [1.0, 1.0], "scored twice, the same weights"
+    assert max(row["trust_region/projected"] for row in rows) > 0.1
+
+
 def test_resuming_at_the_end_of_a_batch_of_rollouts_gives_the_same_course(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:

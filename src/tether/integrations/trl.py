@@ -253,8 +253,9 @@ class TROLLTrainer(OldPolicyTrainer):
     is computed from the network's own log-probabilities and ratios, not the projected ones. The
     regression acts on every token, also where `top_entropy_quantile` leaves out the policy gradient.
 
-    Logs `trust_region/kl_mean` and `kl_max` (nats, before the projection), `projected` (fraction of
-    tokens), `mean_step`, `regression` and `tail_mass`. TRL's `clip_ratio/*` stay at zero.
+    Logs `trust_region/kl_mean` and `kl_max` (nats, before the projection; of certified tokens a lower
+    bound), the fractions `projected`, `certified` and `uncertain`, `mean_step`, `regression`, `tail_mass` and
+    `old_policy_bytes` (a token); docs/trust_region_modes.md defines them. TRL's `clip_ratio/*` stay at zero.
 
     Source: TROLL (arXiv 2510.03817).
 

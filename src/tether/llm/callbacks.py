@@ -47,6 +47,9 @@ _METRICS = {
     "trust_region/mean_step": "mean_step",
     "trust_region/regression": "regression",
     "trust_region/tail_mass": "tail_mass",
+    "trust_region/certified": "certified",
+    "trust_region/uncertain": "uncertain",
+    "trust_region/old_policy_bytes": "old_policy_bytes",
     # What a rival's loss measures; its clip replaces TRL's, which never acts then.
     "trust_region/clipped": "clipped",
     "trust_region/ratio_mean": "ratio_mean",
