@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cpu_rollout  # noqa: F401  (registers the rollout by its name)
 import torch
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
