@@ -1,0 +1,96 @@
+"""The best setting of each method in the search, written as the studies take it; make study-search first.
+
+    .venv/bin/python benchmarks/study_search.py
+
+Settings are judged by the mean over seeds of the last validation success. It refuses to choose while methods
+differ in how many settings were tried, or settings in their seeds: that would favour whoever was tried more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from tether.errors import ConfigError
+from tether.experiments.compact import is_finished
+from tether.experiments.settings_file import options_from_file
+from tether.experiments.summary import load_runs
+from tether.llm.compare_config import CompareConfig
+from tether.llm.grid import Cell, cells, parse_method
+
+STUDY = Path(__file__).parent / "studies" / "search.yaml"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method's best setting."""
+
+    spec: str
+    """As a study's file takes it."""
+    success: float
+    """Mean over seeds of the last validation success."""
+    tried: int
+    """Settings of this method."""
+
+
+def choose(config: CompareConfig) -> dict[str, Choice]:
+    """Method -> its best setting.
+
+    Raises:
+        ConfigError: runs are missing, or methods have unequal numbers of settings.
+    """
+    assert config.results is not None
+    scores: dict[str, dict[str, list[float]]] = {}
+    missing = []
+    for cell in cells(config):
+        folder = config.results / cell.train.output.name
+        if not is_finished(folder):
+            missing.append(folder.name)
+            continue
+        curve = load_runs([folder])[0].eval_curve("success")
+        assert curve is not None  # every run of the search is evaluated
+        method = parse_method(cell.method)[0]
+        scores.setdefault(method, {}).setdefault(_spec(cell), []).append(float(curve.y[-1]))
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} runs of the search are not finished, such as {missing[0]}. Go on with make "
+            "study-search; a choice among fewer would not be fair."
+        )
+    counts = {method: len(settings) for method, settings in scores.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"The search tries unequal numbers of settings: {counts}. Give every method as many."
+        )
+    return {method: _best(settings) for method, settings in scores.items()}
+
+
+def _best(settings: dict[str, list[float]]) -> Choice:
+    means = {spec: sum(values) / len(values) for spec, values in settings.items()}
+    spec = max(means, key=lambda name: means[name])
+    return Choice(spec, means[spec], len(settings))
+
+
+def _spec(cell: Cell) -> str:
+    separator = "," if ":" in cell.method else ":"
+    return cell.method + separator + ",".join(f"{name}={value}" for name, value in cell.point)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--study", type=Path, default=STUDY, help="the search's file")
+    options = parser.parse_args(arguments)
+    config = tyro.cli(CompareConfig, args=options_from_file(options.study))
+    try:
+        choices = choose(config)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+    for choice in choices.values():
+        print(f"{choice.spec}  {choice.success:.1%}  best of {choice.tried}")
+
+
+if __name__ == "__main__":
+    main()

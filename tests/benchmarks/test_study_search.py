@@ -1,0 +1,86 @@
+"""Choosing settings fairly: the best mean over seeds, and no choice among unequal numbers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import study_search
+
+from tether.errors import ConfigError
+from tether.experiments import RunFolder
+from tether.llm.compare_config import CompareConfig
+from tether.llm.grid import cells
+
+
+def write_runs(config: CompareConfig, scores: dict[str, float]) -> None:
+    assert config.results is not None
+    for cell in cells(config):
+        name = cell.train.output.name
+        with RunFolder.create(
+            config.results / name, kind="llm", label="x", seed=cell.seed, settings=cell.train.settings()
+        ) as run:
+            run.log_eval(0, success=0.9)
+            run.log_eval(1, success=scores[name.rsplit("-", 1)[0]] + 0.1 * cell.seed)
+            run.mark_finished()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CompareConfig:
+    return CompareConfig(
+        output=tmp_path / "runs",
+        results=tmp_path / "kept",
+        trust_regions=("troll:kl_bound=0.1", "troll:kl_bound=0.2", "clip", "clip:clip_low=0.4"),
+        learning_rates=(1e-4, 3e-4),
+        seeds=(0, 1),
+    )
+
+
+SCORES = {
+    "troll-kl_bound0.1-lr0.0001": 0.2, "troll-kl_bound0.1-lr0.0003": 0.5,
+    "troll-kl_bound0.2-lr0.0001": 0.4, "troll-kl_bound0.2-lr0.0003": 0.1,
+    "clip-lr0.0001": 0.3, "clip-lr0.0003": 0.2,
+    "clip-clip_low0.4-lr0.0001": 0.1, "clip-clip_low0.4-lr0.0003": 0.0,
+}  # fmt: skip
+
+
+def test_the_best_setting_of_each_method_is_written_as_a_study_takes_it(config: CompareConfig) -> None:
+    write_runs(config, SCORES)
+    chosen = study_search.choose(config)
+    assert chosen["troll"].spec == "troll:kl_bound=0.1,learning_rate=0.0003"
+    assert chosen["troll"].success == pytest.approx(0.55)
+    assert chosen["clip"].spec == "clip:learning_rate=0.0001"
+    assert {choice.tried for choice in chosen.values()} == {4}
+    specs = tuple(choice.spec for choice in chosen.values())
+    trained = [
+        cell.train for cell in cells(replace(config, trust_regions=specs, learning_rates=(), seeds=(0,)))
+    ]
+    assert [(run.trust_region, run.learning_rate) for run in trained] == [("troll", 3e-4), ("clip", 1e-4)]
+
+
+def test_unequal_numbers_of_settings_are_refused(config: CompareConfig) -> None:
+    uneven = replace(config, trust_regions=config.trust_regions[:3])
+    write_runs(uneven, SCORES)
+    with pytest.raises(ConfigError, match=r"unequal numbers of settings: \{'troll': 4, 'clip': 2\}"):
+        study_search.choose(uneven)
+
+
+def test_a_search_that_is_not_finished_is_no_choice(config: CompareConfig) -> None:
+    with pytest.raises(ConfigError, match="16 runs of the search are not finished"):
+        study_search.choose(config)
+
+
+def test_the_search_gives_every_method_as_many_settings() -> None:
+    import tyro
+
+    from tether.experiments.settings_file import options_from_file
+    from tether.llm.grid import parse_method
+
+    search = tyro.cli(CompareConfig, args=options_from_file(study_search.STUDY))
+    methods = [parse_method(method)[0] for method in search.trust_regions]
+    assert len({methods.count(method) for method in methods}) == 1
