@@ -13,7 +13,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.ops import LinearTrustRegion, linear_trust_region, policy_pair
 from tether.ops.head import Head
-from tether.projection import SparseLogProbs, kl_categorical, project_categorical
+from tether.projection import SparseLogProbs, geodesic, kl_categorical, project_categorical, solve
 
 TOKENS, WIDTH, VOCABULARY, BOUND = 24, 12, 150, 0.05
 
@@ -258,6 +258,25 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, with_
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
     for actual, expected in zip(_gradients(_outputs(blocks), leaves), gradients, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_accelerators_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
+    """The branches that a CPU never takes, on a CPU: blocks of many rows, fixed iterations, no questions."""
+    batch = _make("everything", frozen=frozen)
+    leaves = batch.leaves()
+    whole = batch.ours(old_support=batch.support(8))
+    gradients = _gradients(_outputs(whole), leaves)
+    monkeypatch.setattr(policy_pair, "may_ask", lambda _: False)
+    monkeypatch.setattr(geodesic, "may_ask", lambda _: False)
+    monkeypatch.setattr(solve, "may_ask", lambda _: False)
+    monkeypatch.setattr(policy_pair, "ACCELERATOR_ROWS", 10)
+    monkeypatch.setattr(policy_pair, "WORKSPACE_ELEMENTS", 1)
+    blocks = batch.ours(old_support=batch.support(8))
+    for actual, expected in zip(_outputs(blocks), _outputs(whole), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    for actual, expected in zip(_gradients(_outputs(blocks), leaves), gradients, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_an_unchanged_policy_is_certified_and_costs_no_old_logits(monkeypatch: pytest.MonkeyPatch) -> None:

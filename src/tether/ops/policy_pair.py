@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops.head import VOCABULARY_BLOCK, Head
-from tether.ops.memory import new_empty
 from tether.ops.rows import keep_rows
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
@@ -18,6 +17,8 @@ from tether.projection.sparse import SparseLogProbs
 
 # Logits held at a time, in elements, new and old together: twice 64 MiB of float32.
 WORKSPACE_ELEMENTS = 1 << 25
+# Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
+ACCELERATOR_ROWS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ class PolicyPair:
         cls, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy
     ) -> PolicyPair:
         """With buffers for a block of rows."""
-        rows = min(max(1, hidden.shape[0]), max(1, WORKSPACE_ELEMENTS // (2 * weight.shape[0])))
+        fitting = max(1, WORKSPACE_ELEMENTS // (2 * weight.shape[0]))
+        if not may_ask(hidden):
+            fitting = max(fitting, ACCELERATOR_ROWS)
+        rows = min(max(1, hidden.shape[0]), fitting)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        buffers = new_empty(hidden, (2, rows, weight.shape[0]), dtype)
+        buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
         return cls(head, hidden, weight, bias, old, buffers)
 
     @property
@@ -106,10 +110,11 @@ class PolicyPair:
 
 
 def rows_at_a_time(logits: Tensor) -> Iterator[slice]:
-    """What a CPU core's cache holds, or an eighth of the workspace of an accelerator."""
+    """What a CPU core's cache holds, or on an accelerator an eighth of the rows of a block."""
     rows, vocabulary = logits.shape
-    elements = BLOCK_ELEMENTS if may_ask(logits) else WORKSPACE_ELEMENTS // 8
-    size = max(1, elements // vocabulary)
+    size = max(1, BLOCK_ELEMENTS // vocabulary)
+    if not may_ask(logits):
+        size = max(WORKSPACE_ELEMENTS // (16 * vocabulary), ACCELERATOR_ROWS // 8)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

@@ -27,7 +27,7 @@ from tether.ops.dense_rows import (
     reduce_rows,
 )
 from tether.ops.head import Head, add_weight_gradient, times_weight
-from tether.ops.memory import KEPT, new_zeros
+from tether.ops.memory import KEPT
 from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
 from tether.ops.shared_steps import project_sequences
 from tether.projection.categorical import check_kl_bound
@@ -96,10 +96,10 @@ def linear_trust_region(
     of `linear_log_probs` for rows that are not certified, and another one for rows that are projected.
 
     Memory beyond inputs, outputs and gradients is that of `linear_log_probs` for each policy: 2^24 logits
-    (which a CPU keeps for the backward pass if the batch has no more), and a few blocks that fit a CPU's
-    cache (on an accelerator an eighth of the logits, about ten times). Gradients flow to `hidden`, `weight`
-    and `bias`; nothing flows into the old policy. An accelerator is asked, a block at a time,
-    which rows need work.
+    (which a CPU keeps for the backward pass if the batch has no more; an accelerator takes at least 1024
+    rows), and a few blocks that fit a CPU's cache (on an accelerator an eighth of the logits, about ten
+    times). Gradients flow to `hidden`, `weight` and `bias`; nothing flows into the old policy. An
+    accelerator is asked, a block at a time, which rows need work.
 
     Args:
         hidden: last hidden states of the new policy, [N, D].
@@ -196,7 +196,7 @@ class _LinearTrustRegion(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
-            grad_weight = new_zeros(weight, weight.shape, dtype) if needs_weight else None
+            grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
             for block in pair.blocks(arrived.rows()):
                 grad = _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound)
