@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
 from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
-from tether.ops.memory import KEPT, new_empty, new_zeros
+from tether.ops.memory import KEPT
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
@@ -209,7 +209,7 @@ class _LinearLogProbs(torch.autograd.Function):
         )
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
-            grad_weight = new_zeros(weight, weight.shape, log_sum.dtype) if needs_weight else None
+            grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
             grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
             for block, grad in _gradient_blocks(ctx, hidden, weight, bias, upstream):
                 if grad_hidden is not None:
@@ -282,7 +282,7 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
     rows = min(tokens, _tokens_at_a_time(hidden, vocabulary))
-    return new_empty(hidden, (rows, vocabulary), dtype)
+    return hidden.new_empty((rows, vocabulary), dtype=dtype)
 
 
 def _tokens_at_a_time(hidden: Tensor, vocabulary: int) -> int:
