@@ -19,6 +19,7 @@ from tether.errors import ConfigError, MissingDependencyError, TetherError
 from tether.integrations.verl import TROLLPolicyLossConfig, environment
 from tether.integrations.verl.carrier import FIELDS
 from tether.integrations.verl.losses import refuse_data_format
+from tether.integrations.verl.vocabulary import refuse_megatron_settings
 
 
 @pytest.mark.parametrize(
@@ -170,3 +171,22 @@ def test_settings_are_verls_when_verl_reads_them() -> None:
     assert config.troll_kl_bound == 0.1
     with pytest.raises(Exception, match="troll_kl_bond"):
         omega_conf_to_dataclass(OmegaConf.create({**target, "troll_kl_bond": 0.1}))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"context_parallel_size": 2},
+        {"dynamic_context_parallel": True},
+        {"override_transformer_config": {"fp8": "hybrid"}},
+    ],
+)
+def test_megatron_layouts_nobody_wrote_down_are_refused(setting: dict[str, Any]) -> None:
+    default = {
+        "context_parallel_size": 1,
+        "dynamic_context_parallel": False,
+        "override_transformer_config": {},
+    }
+    refuse_megatron_settings(types.SimpleNamespace(**default))
+    with pytest.raises(ConfigError, match=rf"actor\.megatron\.{next(iter(setting))}.*strategy=fsdp2"):
+        refuse_megatron_settings(types.SimpleNamespace(**{**default, **setting}))

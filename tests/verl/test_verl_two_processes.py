@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from actor import Rollouts, acting, make_actor, parameters
+from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import load_file
 from two_ranks_worker import CASES, UPDATES
-from ulysses_seam import losses_and_gradients
 
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
@@ -89,3 +89,15 @@ def test_slices_of_sequences_give_what_whole_sequences_give(together: Path) -> N
         scales[name] = (found.norm() / gradient.norm()).item()
         torch.testing.assert_close(found / scales[name], gradient, atol=1e-6, rtol=1e-5)
     assert scales["troll"] == pytest.approx(scales["verl"], rel=1e-5)
+
+
+def test_a_split_vocabulary_gives_what_the_whole_one_gives(together: Path) -> None:
+    """As Megatron's tensor parallelism cuts it: half of the columns on each rank, sequences padded."""
+    loss, gradient, ids = split_vocabulary(None, 0)
+    parts = [load_file(together / f"split-{rank}.safetensors") for rank in range(2)]
+    for rank in range(2):
+        assert _numbers(together, rank)["split vocabulary"] == pytest.approx(loss, abs=1e-6)
+        assert torch.equal(parts[rank]["ids"], ids)
+    found = torch.cat([part["gradient"] for part in parts], -1)
+    torch.testing.assert_close(found, gradient, atol=1e-5, rtol=0)
+    assert gradient.abs().max() > 1e-2

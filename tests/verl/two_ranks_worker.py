@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from actor import NO_CLIP, Rollouts, acting, largest_difference, make_actor, parameters, unclipped
+from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import save_file
-from ulysses_seam import losses_and_gradients
 
 from tether.integrations.verl import TROLLPolicyLossConfig
 
@@ -54,6 +54,9 @@ def main(model: Path, output: Path) -> None:
     for name, (loss, gradient) in losses_and_gradients(torch.distributed.group.WORLD).items():
         numbers[f"ulysses {name}"] = loss
         save_file({"gradient": gradient}, output / f"ulysses-{name}-{rank}.safetensors")
+    loss, gradient, ids = split_vocabulary(torch.distributed.group.WORLD, rank)
+    numbers["split vocabulary"] = loss
+    save_file({"gradient": gradient, "ids": ids}, output / f"split-{rank}.safetensors")
     (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
     torch.distributed.destroy_process_group()
 

@@ -26,4 +26,10 @@ from tether.integrations.verl.engines import TROLLFSDPEngine
 from tether.integrations.verl.losses import troll_policy_loss
 from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
 
+# isort: split
+import verl.workers.engine
+
+if verl.workers.engine.MegatronEngine is not None:  # verl's way of saying that Megatron is not installed
+    from tether.integrations.verl import megatron  # noqa: F401
+
 __all__ = ["LOSS_MODE", "MODEL_TYPE", "TROLLFSDPEngine", "TROLLPolicyLossConfig", "troll_policy_loss"]

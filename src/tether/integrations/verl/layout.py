@@ -26,7 +26,9 @@ class CountedTokens:
     """Counted tokens of each sequence, [B]; of the whole micro-batch."""
 
 
-def counted_tokens(data: TensorDict, columns: int, shard: tuple[int, int] = (0, 1)) -> CountedTokens:
+def counted_tokens(
+    data: TensorDict, columns: int, shard: tuple[int, int] = (0, 1), alignment: int = 1
+) -> CountedTokens:
     """Find them in a micro-batch whose sequences lie one after the other.
 
     A token's logits are one position before it. With sequence parallelism the packed sequence is cut
@@ -36,19 +38,22 @@ def counted_tokens(data: TensorDict, columns: int, shard: tuple[int, int] = (0, 
         data: verl's micro-batch: jagged `input_ids`, `responses` and `response_mask`.
         columns: how many positions this process has logits of.
         shard: rank and size of the sequence-parallel group.
+        alignment: each sequence is padded to a multiple of this many positions (Megatron).
 
     Raises:
         ConfigError: a batch of verl's v0 trainer, whose tensors are padded.
     """
     refuse_padded_batch(data)
     offsets = data["input_ids"].offsets()
+    whole = offsets.diff()
+    starts = (whole + -whole % alignment).cumsum(0) - (whole + -whole % alignment)
     lengths = data["responses"].offsets().diff()
     mask = data["response_mask"].values() > 0
     device = offsets.device
     token = torch.arange(int(lengths.sum()), device=device)
     sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
     within = token - (lengths.cumsum(0) - lengths)[sequence]
-    rows = (offsets[1:] - lengths - 1)[sequence] + within
+    rows = (starts + whole - lengths - 1)[sequence] + within
     per_sequence = torch.zeros_like(lengths).index_add_(0, sequence, mask.to(lengths.dtype))
     rows, sampled = rows[mask], data["responses"].values()[mask]
     rank, _ = shard

@@ -46,6 +46,8 @@ class Partition:
     """Rank and size of the group each sequence is cut over."""
     vocabulary: Callable[[int], VocabularyShard | None]
     """From the columns of this process's logits to the shard they are."""
+    alignment: int = 1
+    """Each packed sequence is padded to a multiple of this many positions."""
 
 
 class RecordOldPolicy:
@@ -76,7 +78,7 @@ class RecordOldPolicy:
     def _record(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
         rank, size = self._partition.sequence()
-        tokens = counted_tokens(data, logits.shape[1], (rank, size))
+        tokens = counted_tokens(data, logits.shape[1], (rank, size), self._partition.alignment)
         old = record_old_policy(
             logits[0],
             tokens.sampled_ids,
@@ -177,7 +179,7 @@ class TROLLLoss:
     def _project(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
         rank, size = self._partition.sequence()
-        tokens = counted_tokens(data, logits.shape[1], (rank, size))
+        tokens = counted_tokens(data, logits.shape[1], (rank, size), self._partition.alignment)
         sequence_lengths = None
         if self._settings.troll_region == "sequence":
             if size > 1:

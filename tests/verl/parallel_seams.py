@@ -1,4 +1,6 @@
-"""verl's own treatment of a model's output under Ulysses sequence parallelism, without a model.
+"""What parallel engines hand to the losses, without a model: sequences or the vocabulary in pieces.
+
+First verl's own treatment of a model's output under Ulysses sequence parallelism.
 
 Attention over a cut sequence needs flash attention, which no CPU has. What comes after the model does not:
 each rank has the logits of its slice of the packed sequence, and verl calls the loss function with them.
@@ -21,6 +23,7 @@ from verl.workers.utils.padding import response_from_nested
 from tether.integrations.verl.carrier import FIELDS
 from tether.integrations.verl.engines import _ulysses_shard
 from tether.integrations.verl.losses import Partition, RecordOldPolicy, TROLLLoss
+from tether.integrations.verl.vocabulary import vocabulary_partition
 
 PARTITION = Partition(sequence=_ulysses_shard, vocabulary=lambda columns: None)
 
@@ -66,6 +69,47 @@ def _config(policy_loss: Any, **settings: Any) -> FSDPActorConfig:
         strategy="fsdp2", rollout_n=1, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=4,
         policy_loss=policy_loss, **settings,
     )  # fmt: skip
+
+
+def split_vocabulary(group: Any, rank: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """TROLL's loss, its gradient in this rank's columns and the old ids, as Megatron's engine would call it.
+
+    The packed layout is Megatron's, each sequence padded to a multiple of the group's size; a group of None
+    has one rank and no padding.
+    """
+    size = 1 if group is None else torch.distributed.get_world_size(group)
+    rollouts, partition = Rollouts.scripted(), vocabulary_partition(group, rank, size)
+    lengths = [len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
+    generator = torch.Generator().manual_seed(7)
+    columns = VOCABULARY + 1  # even
+    logits = [torch.randn(2, length, columns, generator=generator) for length in lengths]
+    widths = [length + -length % size for length in lengths]
+    packed = torch.cat(
+        [torch.nn.functional.pad(x, (0, 0, 0, w - x.shape[1])) for x, w in zip(logits, widths, strict=True)],
+        1,
+    )
+    mine = packed.chunk(size, -1)[rank]
+    old, new = mine[0], (mine[0] + 0.2 * mine[1]).requires_grad_()
+
+    def outputs(values: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """From the padded layout to the jagged tensors of verl's outputs."""
+        rows = {name: value[0].split(widths) for name, value in values.items()}
+        return {n: jagged([part[:k] for part, k in zip(r, lengths, strict=True)]) for n, r in rows.items()}
+
+    settings = acting(troll_top_k=8)
+    record = RecordOldPolicy(settings, partition)
+    scored = outputs(record(student_logits=old[None], data=rollouts.batch(), data_format="thd"))
+    record(model_output=scored, data=rollouts.batch())
+    fields = {name: scored[name] for name in FIELDS}
+    fields["old_log_probs"] = response_from_nested(scored["log_probs"], jagged(rollouts.masks))
+    fields["advantages"] = jagged(rollouts.advantages)
+    data = rollouts.batch(fields, dp_size=1, batch_num_tokens=21, global_batch_size=4)
+    loss_function = TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, partition)
+    seen = outputs(loss_function(student_logits=new[None], data=data, data_format="thd"))
+    loss, _ = loss_function(model_output=seen, data=data)
+    (gradient,) = torch.autograd.grad(loss, new)
+    parts = [part[:length] for part, length in zip(gradient.split(widths), lengths, strict=True)]
+    return loss.item(), torch.cat(parts), fields["troll_old_ids"].values()
 
 
 def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
