@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from actor import (
@@ -19,6 +21,7 @@ from actor import (
     parameters,
     unclipped,
 )
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from tether.integrations.verl import TROLLPolicyLossConfig
 
@@ -159,3 +162,41 @@ def test_what_was_recorded_is_the_old_policys(model: Path) -> None:
     )
     assert old["troll_old_count"].values().tolist().count(0) == int((~mask).sum())
     assert set(old["troll_old_count"].values()[mask].tolist()) <= {5, 6}
+
+
+def _estimate(name: str, rollouts: Rollouts) -> list[torch.Tensor]:
+    """Advantages of scripted rewards by verl's own estimator."""
+    mask = jagged(rollouts.masks).to_padded_tensor(0)
+    scores = torch.zeros(mask.shape)
+    scores[torch.arange(4), mask.sum(-1) - 1] = torch.tensor([1.0, 0.0, 0.5, 1.0])
+    groups = np.array([0, 0, 1, 1], dtype=object)
+    settings: dict[str, Any] = {"token_level_rewards": scores, "response_mask": mask}
+    if name == "gae":
+        settings |= {"values": 0.1 * torch.ones(mask.shape), "gamma": 1.0, "lam": 0.95}
+    elif name == "reinforce_plus_plus":
+        settings["config"] = SimpleNamespace(gamma=1.0)
+    else:
+        settings["index"] = groups
+    if name == "dr_grpo":
+        settings["norm_adv_by_std_in_grpo"] = False
+    advantages, _ = get_adv_estimator_fn("grpo" if name == "dr_grpo" else name)(**settings)
+    return [row[: len(response)] for row, response in zip(advantages, rollouts.responses, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_advantages_of_every_estimator_arrive_as_verls_do(model: Path, name: str) -> None:
+    """Without bound and regression loss and gradients are verl's; with them the projection acts."""
+    rollouts = Rollouts.scripted()
+    rollouts.advantages = _estimate(name, rollouts)
+    settings = TROLLPolicyLossConfig(troll_kl_bound=math.inf, troll_alpha=0.0)
+    actors = [make_actor(model, settings), make_actor(model, unclipped(), **NO_CLIP)]
+    losses = []
+    for actor in actors:
+        old = rollouts.score(actor)
+        losses.append([rollouts.update(actor, old)["loss"] for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert largest_difference(gradients(actors[0]), gradients(actors[1])) < 1e-5
+    bounded = make_actor(model, acting())
+    old = rollouts.score(bounded)
+    rollouts.update(bounded, old)
+    assert rollouts.update(bounded, old)["actor/troll/projected"] > 0
