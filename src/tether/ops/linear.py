@@ -281,21 +281,27 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
 
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
-    rows = min(tokens, _tokens_at_a_time(hidden, vocabulary))
-    return hidden.new_empty((rows, vocabulary), dtype=dtype)
+    return hidden.new_empty((_tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype=dtype)
 
 
-def _tokens_at_a_time(hidden: Tensor, vocabulary: int) -> int:
-    tokens = max(1, _WORKSPACE_ELEMENTS // vocabulary)
-    return tokens if may_ask(hidden) else max(tokens, _ACCELERATOR_ROWS)
+def _tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int) -> int:
+    """As few blocks as the workspace allows, all of about one size: a last block of one row costs a pass over
+    the whole head."""
+    most = max(1, _WORKSPACE_ELEMENTS // vocabulary)
+    most = most if may_ask(hidden) else max(most, _ACCELERATOR_ROWS)
+    blocks = max(1, -(-tokens // most))
+    return -(-tokens // blocks)
 
 
 def _token_blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
-    tokens, size = hidden.shape[0], _tokens_at_a_time(hidden, vocabulary)
+    tokens = hidden.shape[0]
+    size = max(1, _tokens_at_a_time(hidden, vocabulary, tokens))
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 def _row_blocks(rows: Tensor | None, hidden: Tensor, vocabulary: int) -> Iterator[Any]:
     if rows is None:
         return _token_blocks(hidden, vocabulary)
-    return iter(rows.split(_tokens_at_a_time(hidden, vocabulary))) if rows.numel() else iter(())
+    if not rows.numel():
+        return iter(())
+    return iter(rows.split(_tokens_at_a_time(hidden, vocabulary, rows.shape[0])))
