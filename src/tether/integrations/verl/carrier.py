@@ -53,9 +53,8 @@ def pack(old: SparseLogProbs, response_mask: Tensor) -> dict[str, Tensor]:
     counted = response_mask.values() > 0
     count = torch.zeros(counted.shape, dtype=torch.int16, device=counted.device)
     count[counted] = compact.offsets.diff().to(torch.int16)
-    tokens = response_mask.offsets().diff().tolist()  # type: ignore[attr-defined]
-    ids = [int(row.sum()) for row in count.split(tokens)]
-    counted_tokens = [int(row.sum()) for row in counted.split(tokens)]
+    tokens = response_mask.offsets()  # type: ignore[attr-defined]
+    counted_tokens, ids = _starts(counted, tokens), _starts(count, tokens)
     return {
         COUNT: _jagged(count, tokens),
         LOG_TAIL: _jagged(compact.log_tail, counted_tokens),
@@ -106,6 +105,11 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.values() if tensor.is_nested else tensor.flatten()
 
 
-def _jagged(values: Tensor, lengths: list[int]) -> Tensor:
-    offsets = torch.tensor([0, *lengths], device=values.device).cumsum(0)
+def _starts(counts: Tensor, tokens: Tensor) -> Tensor:
+    """Where each sequence's entries start and the last one's end, from how many each token has, [B + 1]."""
+    ends = counts.cumsum(0, dtype=torch.long)
+    return torch.cat((ends.new_zeros(1), ends))[tokens]
+
+
+def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values.contiguous(), offsets)

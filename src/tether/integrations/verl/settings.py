@@ -16,6 +16,8 @@ LOSS_MODE = "troll"
 MODEL_TYPE = "troll"
 
 _KEY = "actor_rollout_ref.actor.policy_loss"
+# How many ids a token has travels as int16; one more is the sampled token.
+_MOST_IDS = 2**15 - 2
 
 
 @dataclass
@@ -79,8 +81,10 @@ def _check(config: TROLLPolicyLossConfig) -> None:
         raise ConfigError(
             f"{_KEY}.troll_alpha must be a number that is not negative, got {config.troll_alpha!r}."
         )
-    if not isinstance(config.troll_top_k, int) or config.troll_top_k < 1:
-        raise ConfigError(f"{_KEY}.troll_top_k must be at least 1, got {config.troll_top_k!r}; 64 is usual.")
+    if not isinstance(config.troll_top_k, int) or not 1 <= config.troll_top_k <= _MOST_IDS:
+        raise ConfigError(
+            f"{_KEY}.troll_top_k must lie in [1, {_MOST_IDS}], got {config.troll_top_k!r}; 64 is usual."
+        )
     if not 0 < config.troll_mass <= 1:
         raise ConfigError(
             f"{_KEY}.troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to "
