@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import subprocess
@@ -59,20 +58,29 @@ def test_two_kills_and_resumes_give_the_uninterrupted_run(tmp_path, uninterrupte
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_and_resumes_give_the_uninterrupted_run(tmp_path, uninterrupted):
-    """From before the folder exists to after the last checkpoint: whatever a kill hits, nothing is lost."""
-    folder, chance = tmp_path / "run", random.Random(0)
+    """From before the folder exists to after the last checkpoint: whatever a kill hits, nothing is lost.
+
+    A run that comes to its end between two kills is compared, and another begins.
+    """
+    chance = random.Random(0)
     began = time.monotonic()
-    undisturbed = start(tmp_path / "measured")
-    assert undisturbed.wait() == 0
+    assert start(tmp_path / "measured").wait() == 0
     duration = time.monotonic() - began
-    for _ in range(20):
+    kills, runs = 0, 1
+    while kills < 20:
+        folder = tmp_path / f"run-{runs}"
         process = start(folder, "--resume")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=chance.uniform(0.3, 1.0) * duration)
-        process.kill()
-        process.wait()
-    train(config(folder, resume=True))
-    assert_same_run(folder, uninterrupted)
+        try:
+            assert process.wait(timeout=chance.uniform(0.2, 1.05) * duration) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+        else:
+            assert_same_run(folder, uninterrupted)
+            runs += 1
+    train(config(tmp_path / f"run-{runs}", resume=True))
+    assert_same_run(tmp_path / f"run-{runs}", uninterrupted)
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_gives_the_uninterrupted_run(tmp_path, uninterrupted):
