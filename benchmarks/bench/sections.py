@@ -88,7 +88,7 @@ def long_batch(device: torch.device, quick: bool) -> Findings:
         return []
     work = make_workloads(SMALL_LONG, "peaked", (FEW,), device)[FEW]
     names = ("clip", "TROLL", "paper-style", "Liger clip", "TROLL exact")
-    times = run_in_turns({name: contestants.step(CHECKS[name][0], work) for name in names}, 3, device)
+    times = run_in_turns({name: contestants.step(CHECKS[name][0], work) for name in names}, 2, device)
     where = _where(SMALL_LONG, "peaked", work)
     return [
         _finding(times, "TROLL", "clip", where, bars.TROLL_FEW),
@@ -103,7 +103,7 @@ def near_uniform(device: torch.device, quick: bool) -> Findings:
     shape = TINY if quick else SMALL if device.type == "cpu" else GPU[0]
     work = make_workloads(shape, "uniform", (FEW, ALL), device)
     _check(work, f"{shape.name}, near-uniform")
-    return _troll_and_exact(shape, "uniform", work, 1 if quick else 5, device)
+    return _troll_and_exact(shape, "uniform", work, 1 if quick else 4, device)
 
 
 def embedded_shape(device: torch.device, quick: bool) -> Findings:
@@ -208,7 +208,7 @@ def training_step(device: torch.device, quick: bool) -> Findings:
 
     if quick:
         return []
-    times = training.run_in_turns(5, 1, device)
+    times = training.run_in_turns(4, 1, device)
     where = "512 responses, then 8 updates of 64"
     return [
         _finding(times, "clip", "clip again", f"{where} (A/A, the noise)"),
