@@ -21,9 +21,6 @@ RESULTS = Path(__file__).parent / "results" / "episodic"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "episodic-curves.png"
 MILLION = 1e6
 
-HEIGHT = "height of the mean motion (m)"
-SUCCESS = "success of the mean motion"
-
 
 def curves(study: str, metric: str) -> Sequence[Curve]:
     """One curve a seed of a study, over millions of environment steps."""
@@ -37,45 +34,30 @@ def curves(study: str, metric: str) -> Sequence[Curve]:
     ]
 
 
-def success_panel(title: str, studies: dict[str, str]) -> Panel:
+def panel(title: str, metric: str, y_label: str, studies: dict[str, str], **lines: float) -> Panel:
     return Panel(
         title,
-        {label: curves(study, "success_greedy") for label, study in studies.items()},
+        {label: curves(study, f"{metric}_greedy") for label, study in studies.items()},
         x_label="million environment steps",
-        y_label=SUCCESS,
-        percent=True,
-    )
-
-
-def height_panel(title: str, studies: dict[str, str], lines: dict[str, float]) -> Panel:
-    return Panel(
-        title,
-        {label: curves(study, "max_height_greedy") for label, study in studies.items()},
-        x_label="million environment steps",
-        y_label=HEIGHT,
-        lines=lines,
+        y_label=f"{y_label} of the mean motion",
+        percent=metric == "success",
+        lines={name.replace("_", " "): height for name, height in lines.items()},
     )
 
 
 def panels() -> list[Panel]:
+    dense = {"tce": "hopper-jump-quick", "bbrl": "hopper-jump-bbrl-quick"}
+    sparse = {"tce": "hopper-jump-sparse-long"}
+    button = {"tce": "metaworld-paper", "bbrl": "metaworld-bbrl"}
+    others = {task: f"metaworld-paper-{task}-v3" for task in ("reach", "window-open", "drawer-open")}
+    height = "height (m)"
     return [
-        height_panel(
-            "Hopper Jump, dense reward",
-            {"tce": "hopper-jump-quick", "bbrl": "hopper-jump-bbrl-quick"},
-            {"standing": 1.5},
-        ),
-        height_panel(
-            "Hopper Jump, sparse reward",
-            {"tce": "hopper-jump-sparse-long", "bbrl": "hopper-jump-sparse-bbrl-long"},
-            {"published, TCE at 3.5M": 1.89},
-        ),
-        success_panel("button-press-v3", {"tce": "metaworld-paper", "bbrl": "metaworld-bbrl"}),
-        success_panel(
-            "Other Meta-World tasks, TCE",
-            {task: f"metaworld-paper-{task}-v3" for task in ("reach", "window-open", "drawer-open")},
-        ),
-        success_panel("Box Pushing, dense", {"tce": "box-pushing-dense-quick"}),
-        success_panel("Table Tennis", {"tce": "table-tennis-quick"}),
+        panel("Hopper Jump, dense reward", "max_height", height, dense, standing=1.5),
+        panel("Hopper Jump, sparse reward", "max_height", height, sparse, published=1.89),
+        panel("Meta-World button-press", "success", "success", button),
+        panel("Meta-World, other tasks, TCE", "success", "success", others),
+        panel("Box Pushing, dense, TCE", "return", "return", {"tce": "box-pushing-dense-quick"}),
+        panel("Table Tennis, TCE", "return", "return", {"tce": "table-tennis-quick"}),
     ]
 
 
