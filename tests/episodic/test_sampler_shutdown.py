@@ -14,8 +14,11 @@ import pytest
 HERE = Path(__file__).parent
 
 SCRIPT = """
+import signal
 import sys
 import numpy as np
+# Whoever started the tests in the background made them ignore Ctrl-C, and us after them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {here!r})
 from tether.episodic.sampler import EpisodeSampler
 
