@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +33,33 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path: Path, way: str) -> tuple[subprocess.Popen[str], list[int]]:
-    script = tmp_path / "collect.py"
-    script.write_text(SCRIPT.format(here=str(HERE), way=way))
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+Start = Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the script in an environment: its process and its workers' ids. Nothing outlives the test."""
+    processes = []
+
+    def run(way: str) -> tuple[subprocess.Popen[str], list[int]]:
+        script = tmp_path / "collect.py"
+        script.write_text(SCRIPT.format(here=str(HERE), way=way))
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    yield run
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def alive(pid: int) -> bool:
@@ -64,8 +81,8 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("way", ["well", "sleeps"])
-def test_ctrl_c_ends_the_program_and_its_workers_within_seconds(tmp_path: Path, way: str) -> None:
-    process, workers = start(tmp_path, way)
+def test_ctrl_c_ends_the_program_and_its_workers_within_seconds(start: Start, way: str) -> None:
+    process, workers = start(way)
     assert len(workers) == 2
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to the whole group
@@ -76,8 +93,8 @@ def test_ctrl_c_ends_the_program_and_its_workers_within_seconds(tmp_path: Path, 
     assert gone_within(workers, 5)
 
 
-def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
-    process, workers = start(tmp_path, "well")
+def test_workers_leave_when_their_parent_is_killed(start: Start) -> None:
+    process, workers = start("well")
     assert len(workers) == 2
     process.kill()
     process.wait()
