@@ -47,7 +47,7 @@ def panel(title: str, metric: str, y_label: str, studies: dict[str, str], **line
 
 def panels() -> list[Panel]:
     dense = {"tce": "hopper-jump-quick", "bbrl": "hopper-jump-bbrl-quick"}
-    sparse = {"tce": "hopper-jump-sparse-long"}
+    sparse = {"tce": "hopper-jump-sparse-long", "bbrl": "hopper-jump-sparse-bbrl-long"}
     button = {"tce": "metaworld-paper", "bbrl": "metaworld-bbrl"}
     others = {task: f"metaworld-paper-{task}-v3" for task in ("reach", "window-open", "drawer-open")}
     height = "height (m)"
