@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import MissingDependencyError
 from tether.experiments.files import atomic_write_text
-from tether.experiments.report.responses import visible
+from tether.experiments.report import tinted
+from tether.experiments.report.tinted import visible
 from tether.experiments.run_config import installed_versions, now
 from tether.llm.eval_config import EvalConfig
 
@@ -30,15 +29,12 @@ ENTROPY_LEVELS = (0.1, 0.5, 1.0, 1.5, 2.5)
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token as it is shown."""
+class Token(tinted.Token):
+    """One token, tinted by the scores of the model that sampled it."""
 
-    text: str
     surprise: int
     """Tint: 0 (expected) to ``len(SURPRISE_LEVELS)``."""
     entropy: int
-    tip: str
-    breaks: bool
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ def _filters(config: EvalConfig) -> list[tuple[str, str]]:
 
 def _problem(config: EvalConfig, result: TaskResult, place: int) -> Problem:
     rows = {side: answered[place] for side, answered in result.rows.items()}
-    prompt = _prompt_text(rows["model"]["prompt"])
+    prompt = tinted.prompt_text(rows["model"]["prompt"])
     return Problem(
         number=place + 1,
         prompt=prompt,
@@ -178,7 +174,7 @@ def _response(title: str, response: Mapping[str, Any]) -> Shown:
     notes += [f"{name} {value:.3g}" for name, value in response["parts"].items() if name != "correct"]
     return Shown(
         title=title,
-        verdict="right" if response["correct"] else "partly right" if reward > 0 else "wrong",
+        verdict=tinted.verdict(response["correct"], reward),
         notes=", ".join(notes),
         text="\n".join(visible(line) if line else "" for line in response["text"].split("\n")),
         tokens=[_token(*token) for token in response.get("tokens", ())],
@@ -188,17 +184,11 @@ def _response(title: str, response: Mapping[str, Any]) -> Shown:
 def _token(text: str, log_prob: float, entropy: float) -> Token:
     return Token(
         text=visible(text),
-        surprise=sum(-log_prob >= level for level in SURPRISE_LEVELS),
-        entropy=sum(entropy >= level for level in ENTROPY_LEVELS),
-        tip=f"probability {100 * math.exp(min(log_prob, 0.0)):.3g} %\nentropy before it {entropy:.3g} nats",
+        surprise=tinted.tint(-log_prob, SURPRISE_LEVELS),
+        entropy=tinted.tint(entropy, ENTROPY_LEVELS),
+        tip=f"probability {tinted.probability_text(log_prob)}\nentropy before it {entropy:.3g} nats",
         breaks=text.endswith("\n"),
     )
-
-
-def _prompt_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def _reference_text(reference: str) -> str:
@@ -211,5 +201,4 @@ def _parts(result: TaskResult) -> str:
 
 
 def _level_texts(levels: Sequence[float]) -> list[str]:
-    inner = [f"{low:g}-{high:g}" for low, high in pairwise(levels)]
-    return [f"< {levels[0]:g}", *inner, f"> {levels[-1]:g}"]
+    return tinted.tint_texts([f"{level:g}" for level in levels])

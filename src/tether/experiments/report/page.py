@@ -14,7 +14,8 @@ from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.progress import format_duration
 from tether.experiments.report.panels import Picture, other_pictures, pictures
-from tether.experiments.report.responses import samples, visible
+from tether.experiments.report.responses import samples
+from tether.experiments.report.tinted import visible
 from tether.experiments.run_config import flatten_settings, now
 from tether.experiments.summary import (
     MethodSummary,

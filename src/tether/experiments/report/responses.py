@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+from tether.experiments.report import tinted
 from tether.experiments.report.panels import bounds
 from tether.experiments.summary import RunData, by_label
 
@@ -17,17 +17,12 @@ LEVELS = (0.01, 0.1, 0.5, 1.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token as it is shown."""
+class Token(tinted.Token):
+    """One token, tinted by how far the model has moved on it."""
 
-    text: str
     level: int
     """Tint: 0 (hardly moved) to ``len(LEVELS)``."""
     projected: bool
-    tip: str
-    """The numbers, in words."""
-    breaks: bool
-    """Whether a new line begins after it."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +54,7 @@ class Sample:
     @property
     def level_texts(self) -> list[str]:
         """What each tint means, from the weakest."""
-        edges = [f"{level * self.scale:.2g}" for level in LEVELS]
-        inner = [f"{low}-{high}" for low, high in pairwise(edges)]
-        return [f"< {edges[0]}", *inner, f"> {edges[-1]}"]
+        return tinted.tint_texts([f"{level * self.scale:.2g}" for level in LEVELS])
 
 
 def samples(runs: Sequence[RunData]) -> list[Sample]:
@@ -102,10 +95,10 @@ def _response(row: Mapping[str, Any], scale: float) -> Response:
     tokens = [_token(token, scale) for token in _tokens(row)]
     reward = float(row.get("reward", math.nan))
     return Response(
-        prompt=_prompt_text(row.get("prompt", "")),
+        prompt=tinted.prompt_text(row.get("prompt", "")),
         reference=str(row.get("reference", "")),
         reward=f"{reward:.3g}",
-        verdict="right" if reward >= 1 else "partly right" if reward > 0 else "wrong",
+        verdict=tinted.verdict(reward >= 1, reward),
         tokens=tokens,
         projected=sum(token.projected for token in tokens),
         largest_kl=f"{_largest_kl(row):.2g}" if tokens else "-",
@@ -123,34 +116,12 @@ def _token(token: Mapping[str, Any], scale: float) -> Token:
     if projected:
         lines.append("projected back to the bound")
     return Token(
-        text=visible(text),
-        level=sum(kl >= level * scale for level in LEVELS) if kl == kl else 0,
+        text=tinted.visible(text),
+        level=tinted.tint(kl, [level * scale for level in LEVELS]),
         projected=projected,
         tip="\n".join(lines),
         breaks=text.endswith("\n"),
     )
-
-
-def visible(text: str) -> str:
-    """A token's text with line ends, tabs and control characters made visible; nothing else is changed.
-
-    >>> visible("a\\n"), visible("\\x00"), visible("")
-    ('a↵', '␀', '∅')
-    """
-    if not text:
-        return "∅"
-    shown = []
-    for character in text:
-        code = ord(character)
-        if character == "\n":
-            shown.append("↵")
-        elif code < 0x20:
-            shown.append(chr(0x2400 + code))  # Unicode's pictures of control characters
-        elif 0xD800 <= code < 0xE000 or code == 0x7F or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069:
-            shown.append("\ufffd")  # half a pair, delete, and what would turn the reading direction
-        else:
-            shown.append(character)
-    return "".join(shown)
 
 
 def _tokens(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -175,12 +146,4 @@ def _typical_large_kl(rows: Sequence[Mapping[str, Any]]) -> float:
 def _probability(log_prob: object) -> str:
     if not isinstance(log_prob, int | float) or log_prob != log_prob:
         return ""
-    value = math.exp(min(float(log_prob), 0.0))
-    return f"{100 * value:.3g} %"
-
-
-def _prompt_text(prompt: object) -> str:
-    if isinstance(prompt, list):
-        parts = (turn if isinstance(turn, Mapping) else {"content": turn} for turn in prompt)
-        return "\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}".lstrip(": ") for turn in parts)
-    return str(prompt)
+    return tinted.probability_text(log_prob)
