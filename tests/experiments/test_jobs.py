@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tether.errors import ConfigError
 from tether.experiments import RunFolder
 from tether.experiments.jobs import Job, RunFailedError, run_jobs
 from tether.experiments.progress import SeveralRuns
@@ -93,3 +94,32 @@ def test_time_left_follows_the_work_that_is_left(tmp_path: Path) -> None:
         run.log(1, loss=0.0)
         display.look()
     assert display.time_left() == pytest.approx(70.0)
+
+
+def test_forked_jobs_are_like_started_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a server with their imports done: finished, failed with last lines, stopped in time, continued."""
+    (tmp_path / "trainer_in_miniature.py").write_text(TRAINER)
+    monkeypatch.chdir(tmp_path)  # `python -m` looks there
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def forked(name: str, steps: int = 2, pause: float = 0.0, word: str = "well") -> Job:
+        arguments = (str(tmp_path / name), str(steps), str(pause), word)
+        return Job(name, (sys.executable, "-m", "trainer_in_miniature", *arguments), tmp_path / name, steps)
+
+    preloaded = ("tether.experiments.runs",)
+    with pytest.raises(RunFailedError, match=r"The run b in .* exit code 1[\s\S]*no such model"):
+        run_jobs([forked("a"), forked("b", word="broken")], at_once=2, keep_going=True, preloaded=preloaded)
+    assert forked("a").finished()
+    slow = forked("c", steps=400, pause=0.01)
+    assert run_jobs([slow], at_once=1, seconds=3.0, preloaded=preloaded) == [slow]
+    done = len(RunFolder.open(slow.folder).metrics())
+    assert 0 < done < 400
+    assert run_jobs([forked("c", steps=done + 1)], at_once=1, preloaded=preloaded) == []
+    assert [line["step"] for line in RunFolder.open(slow.folder).metrics()] == list(range(1, done + 2))
+
+
+def test_only_modules_are_forked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Only python -m MODULE can be forked"):
+        run_jobs([job(tmp_path, "a")], at_once=1, preloaded=("tether.experiments.runs",))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        run_jobs([job(tmp_path, "a")], at_once=1, preloaded=("no_such_module",))

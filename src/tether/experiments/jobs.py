@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tether.errors import TetherError
+from tether.experiments.forked import ForkedProcess, preload
 from tether.experiments.progress import SeveralRuns
 from tether.experiments.runs import RunFolder
 
@@ -54,6 +56,7 @@ def run_jobs(
     keep_going: bool = False,
     seconds: float | None = None,
     on_finished: Callable[[Job], None] | None = None,
+    preloaded: Sequence[str] = (),
 ) -> list[Job]:
     """Run what is not finished yet, `at_once` at a time, and show how far it all is.
 
@@ -68,6 +71,9 @@ def run_jobs(
             and none has been finished, the cause is likely theirs all, and nothing more is started.
         seconds: after this long, ask those running to save and stop, and start no more.
         on_finished: called with each job as soon as its run is complete.
+        preloaded: modules that every job imports. If given, a server imports them once and the jobs are
+            forked from it, which saves runs of seconds a third of their time. Only for ``python -m`` commands
+            that use no accelerator, whose driver does not survive a fork.
 
     Returns:
         The jobs that are not finished because the time was up; empty otherwise.
@@ -75,7 +81,9 @@ def run_jobs(
     Raises:
         RunFailedError: naming the run, with the last lines it printed.
     """
-    queue = _Queue(jobs, at_once, environment or {}, on_finished)
+    if preloaded:
+        preload(preloaded, environment or {})
+    queue = _Queue(jobs, at_once, environment or {}, on_finished, ForkedProcess if preloaded else _start)
     deadline = None if seconds is None else time.monotonic() + seconds
     with SeveralRuns(
         {job.name: (job.folder, job.steps) for job in jobs}, weights={job.name: job.weight for job in jobs}
@@ -98,6 +106,14 @@ def run_jobs(
     return queue.unfinished
 
 
+class _Process(Protocol):
+    """What a queue asks of a process."""
+
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 class _Queue:
     """What waits, what runs, and what came of the rest."""
 
@@ -107,12 +123,14 @@ class _Queue:
         at_once: int,
         environment: Mapping[str, str],
         on_finished: Callable[[Job], None] | None,
+        start: Callable[[Sequence[str], Path, Mapping[str, str]], _Process],
     ) -> None:
         self._waiting = [job for job in jobs if not job.finished()]
         self._at_once = at_once
         self._environment = environment
         self._on_finished = on_finished
-        self.running: dict[Job, subprocess.Popen[bytes]] = {}
+        self._start = start
+        self.running: dict[Job, _Process] = {}
         self.failures: list[str] = []
         self.succeeded = False
         if on_finished is not None:
@@ -127,18 +145,19 @@ class _Queue:
     def start(self) -> None:
         while self._waiting and len(self.running) < self._at_once:
             job = self._waiting.pop(0)
-            self.running[job] = _start(job, self._environment)
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            self.running[job] = self._start(job.command, job.log, self._environment)
 
     def collect(self) -> None:
         for job in [job for job, process in self.running.items() if process.poll() is not None]:
-            self._note_end(job, self.running.pop(job).returncode)
+            self._note_end(job, self.running.pop(job).wait())
 
     def stop(self) -> None:
         """Ask what runs to save and stop; whatever was finished by then counts."""
         _stop(self.running.values())
         for job in list(self.running):
             if job.finished():
-                self._note_end(job, self.running.pop(job).returncode)
+                self._note_end(job, self.running.pop(job).wait())
 
     def _note_end(self, job: Job, code: int) -> None:
         failure = _failure(job, code)
@@ -150,13 +169,12 @@ class _Queue:
             self._on_finished(job)
 
 
-def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("ab") as log:
+def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
         return subprocess.Popen(
-            job.command,
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C reaches only us; we pass it on, once
@@ -175,7 +193,7 @@ def _failure(job: Job, code: int) -> str | None:
     )
 
 
-def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Iterable[_Process]) -> None:
     remaining = list(processes)
     for process in remaining:
         process.terminate()

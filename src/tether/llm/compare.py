@@ -21,9 +21,12 @@ from tether.llm.grid import Cell, cells
 
 # What a run of the embedded model costs on one core, in seconds, of which only the relations matter: starting
 # a process, a response written and learned from, an optimizer step.
-_COST_OF_A_START = 6.0
+_COST_OF_A_START = 2.0
 _COST_OF_A_RESPONSE = 0.0015
 _COST_OF_A_STEP = 0.015
+
+# Importing these takes as long as many a run of the embedded model.
+_IMPORTED_BY_A_RUN = ("tether.llm.train", "tether.integrations.trl", "trl.trainer.grpo_trainer")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,14 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
         keep_going=True,
         seconds=None if config.minutes is None else 60 * config.minutes,
         on_finished=lambda job: _keep(config, job.folder),
+        preloaded=() if _uses_accelerator(config) else _IMPORTED_BY_A_RUN,
     )
+
+
+def _uses_accelerator(config: CompareConfig) -> bool:
+    import torch
+
+    return config.train.device != "cpu" and torch.accelerator.is_available()
 
 
 def _job(cell: Cell, threads: int) -> Job:
