@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.solve import may_ask
-from tether.projection.sparse import EMPTY, check_support_size
 
 # Rows of a half-precision head that are widened to float32 at a time.
 VOCABULARY_BLOCK = 1 << 12
@@ -30,6 +29,12 @@ class Head:
     softcap: float | None
     vocabulary_size: int | None
     weights_at_hand: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "logit_scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInputError(f"{name} must be positive, got {value!r}.")
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
@@ -102,47 +107,3 @@ def _tensor_cores_take(first: Tensor, second: Tensor) -> bool:
     """Whether the library multiplies these as they are and adds up in float32."""
     halves = (torch.bfloat16, torch.float16)
     return first.is_cuda and first.dtype == second.dtype and first.dtype in halves
-
-
-def check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    top_k: int | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    vocabulary_size: int | None,
-) -> None:
-    """Refuse what `linear_log_probs` cannot work with."""
-    if hidden.dim() != 2 or ids.dim() != 2 or hidden.shape[0] != ids.shape[0]:
-        raise InvalidInputError(
-            f"linear_log_probs needs hidden [N, D] and ids [N, K], got {tuple(hidden.shape)} and "
-            f"{tuple(ids.shape)}. Flatten batch and time, and keep the tokens that count."
-        )
-    # A ZeRO-3 head is empty at rest, so its shape can be judged only where it is whole.
-    if weight.numel() and (weight.dim() != 2 or weight.shape[1] != hidden.shape[1]):
-        raise InvalidInputError(
-            f"weight must be [V, {hidden.shape[1]}] to fit hidden {tuple(hidden.shape)}, "
-            f"got {tuple(weight.shape)}."
-        )
-    if bias is not None and weight.numel() and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
-    if top_k is not None:
-        check_support_size(top_k, 1.0)
-    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{name} must be positive, got {value!r}.")
-    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
-        raise InvalidInputError(
-            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
-            f"got {vocabulary_size!r}."
-        )
-    if may_ask(ids) and ids.numel() and weight.numel():
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < EMPTY or highest >= weight.shape[0]:
-            raise InvalidInputError(
-                f"ids must lie in [0, {weight.shape[0]}) or be -1 for an empty slot; "
-                f"found {lowest if lowest < EMPTY else highest}."
-            )

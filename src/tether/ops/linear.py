@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
-from tether.ops.head import Head, add_weight_gradient, check_arguments, times_weight
+from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
+from tether.ops.head import Head, add_weight_gradient, times_weight
 from tether.ops.memory import KEPT
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
@@ -114,7 +115,9 @@ def linear_log_probs(
         >>> torch.allclose(few.log_probs[:2], dense[:2].gather(-1, ids[:2]), atol=1e-5)
         True
     """
-    check_arguments(hidden, weight, ids, bias, top_k, temperature, logit_scale, softcap, vocabulary_size)
+    check_gather(hidden, weight, bias, ids, top_k)
+    check_vocabulary_size(vocabulary_size, weight.shape[0])
+    check_ids(ids, weight.shape[0])
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     found = evaluate(hidden, weight, bias, ids, top_k, head, backend, with_min)
     log_sum = found.largest + found.log_total

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
+from tether.ops.checks import check_ids
 from tether.ops.top_k import top_k_by_groups
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, check_support_size, top_k_lowest_id
@@ -64,7 +65,7 @@ def logits_log_probs(
         >>> [[round(x, 3) for x in row] for row in few.tolist()]
         [[-0.408, -2.408], [-1.099, -inf]]
     """
-    rows = _check(logits, ids, rows, shard)
+    _check(logits, ids, rows, shard)
     with torch.autocast(logits.device.type, enabled=False):
         return _LogitsLogProbs.apply(logits, ids, rows, shard)
 
@@ -226,7 +227,7 @@ def _refuse_nan(log_sum: Tensor) -> None:
         )
 
 
-def _check(logits: Tensor, ids: Tensor, rows: Tensor | None, shard: VocabularyShard | None) -> Tensor | None:
+def _check(logits: Tensor, ids: Tensor, rows: Tensor | None, shard: VocabularyShard | None) -> None:
     if logits.dim() != 2 or not logits.is_floating_point():
         raise InvalidInputError(
             f"logits must be floating point [M, V], got {logits.dtype} {tuple(logits.shape)}."
@@ -237,12 +238,4 @@ def _check(logits: Tensor, ids: Tensor, rows: Tensor | None, shard: VocabularySh
             f"ids must be [N, K] for {count} rows, got ids {tuple(ids.shape)}"
             f"{'' if rows is None else f' and rows {tuple(rows.shape)}'}."
         )
-    vocabulary = logits.shape[-1] if shard is None else shard.vocabulary_size
-    if ids.numel() and may_ask(ids):
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < EMPTY or highest >= vocabulary:
-            raise InvalidInputError(
-                f"ids must lie in [0, {vocabulary}) or be -1 for an empty slot; "
-                f"found {lowest if lowest < EMPTY else highest}."
-            )
-    return rows
+    check_ids(ids, logits.shape[-1] if shard is None else shard.vocabulary_size)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.ops.checks import check_bias, check_ids, check_vocabulary_size, check_weight
 from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.rows import keep_rows
 from tether.projection.divergence import BLOCK_ELEMENTS
@@ -148,11 +149,7 @@ def check_pair(
             "time, and keep the tokens that count."
         )
     _check_heads(hidden, weight, bias, old)
-    if vocabulary_size is not None and not 1 <= vocabulary_size <= (weight.shape[0] or vocabulary_size):
-        raise InvalidInputError(
-            f"vocabulary_size must lie in [1, {weight.shape[0]}], the rows of weight, "
-            f"got {vocabulary_size!r}."
-        )
+    check_vocabulary_size(vocabulary_size, weight.shape[0])
     rows = hidden.shape[:1]
     if old.support is not None and old.support.log_tail.shape != rows:
         raise InvalidInputError(
@@ -160,22 +157,11 @@ def check_pair(
         )
     if old.sequences is not None and old.sequences.shape != rows:
         raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(old.sequences.shape)}.")
-    if may_ask(ids) and ids.numel() and weight.numel():
-        lowest, highest = int(ids.min()), int(ids.max())
-        vocabulary = vocabulary_size or weight.shape[0]
-        if lowest < 0 or highest >= vocabulary:
-            raise InvalidInputError(
-                f"ids must lie in [0, {vocabulary}); found {lowest if lowest < 0 else highest}."
-            )
+    check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 
 def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy) -> None:
-    # A ZeRO-3 head is empty at rest, so its shape can be judged only where it is whole.
-    if weight.numel() and (weight.dim() != 2 or weight.shape[1] != hidden.shape[1]):
-        raise InvalidInputError(
-            f"weight must be [V, {hidden.shape[1]}] to fit hidden {tuple(hidden.shape)}, "
-            f"got {tuple(weight.shape)}."
-        )
+    check_weight(hidden, weight)
     if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
         raise InvalidInputError(
             f"old_weight must be {tuple(weight.shape)}, as weight is, got {tuple(old.weight.shape)}."
@@ -185,6 +171,5 @@ def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPo
             "old_weight and old_bias are one head: give both where the head has a bias, or neither where "
             "it is frozen."
         )
-    for name, value in (("bias", bias), ("old_bias", old.bias)):
-        if value is not None and weight.numel() and value.shape != weight.shape[:1]:
-            raise InvalidInputError(f"{name} must be [{weight.shape[0]}], got {tuple(value.shape)}.")
+    check_bias("bias", bias, weight)
+    check_bias("old_bias", old.bias, weight)

@@ -134,9 +134,6 @@ def linear_trust_region(
     old = OldPolicy(old_hidden.detach(), old_weight, old_bias, old_support, sequences)
     check_pair(hidden, weight, bias, ids, old, vocabulary_size)
     check_kl_bound(kl_bound)
-    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{name} must be positive, got {value!r}.")
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
         found = Found(*_LinearTrustRegion.apply(hidden, weight, bias, ids, old, head, float(kl_bound)))

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.ops.head import Head, check_arguments
+from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
+from tether.ops.head import Head
 from tether.ops.linear import LinearLogProbs, evaluate
 from tether.ops.logits import VocabularyShard
 from tether.ops.rows import Reduced
 from tether.projection.backend import Backend
-from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, top_k_lowest_id
 
 
@@ -83,11 +83,11 @@ def linear_log_probs(
     real = min(max(end - shard.start, 0), columns)
     held = (ids >= shard.start) & (ids < shard.start + columns)
     own_ids = torch.where(held, ids - shard.start, EMPTY)
-    settings = (temperature, logit_scale, softcap)
-    check_arguments(hidden, weight, own_ids, bias, top_k, *settings, None)
-    _check_shard(ids, columns, shard, end)
+    check_gather(hidden, weight, bias, ids, top_k)
+    _check_shard(columns, shard, end)
+    check_ids(ids, shard.vocabulary_size)
     # A shard of padding alone counts its first row, and its numbers are thrown away.
-    head = Head(*settings, max(real, 1), nullcontext)
+    head = Head(temperature, logit_scale, softcap, max(real, 1), nullcontext)
     add_up = functools.partial(dist.all_reduce, group=shard.group)
     own = evaluate(hidden, weight, bias, own_ids, top_k, head, backend, with_min, sum_hidden_gradient=add_up)
     # Where a shard has nothing but padding or -inf, its other numbers mean nothing.
@@ -175,21 +175,11 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _check_shard(ids: Tensor, columns: int, shard: VocabularyShard, end: int) -> None:
+def _check_shard(columns: int, shard: VocabularyShard, end: int) -> None:
     whole = shard.vocabulary_size
     if columns < 1 or shard.start < 0 or shard.start + columns > whole:
         raise InvalidInputError(
             f"A shard of {columns} rows from {shard.start} does not fit a head of {whole} rows. `start` is "
             "the vocabulary id of this process's first row, `vocabulary_size` the rows of all processes."
         )
-    if not 1 <= end <= whole:
-        raise InvalidInputError(
-            f"vocabulary_size must lie in [1, {whole}], the rows of all shards, got {end!r}."
-        )
-    if may_ask(ids) and ids.numel():
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < EMPTY or highest >= whole:
-            raise InvalidInputError(
-                f"ids must lie in [0, {whole}) or be -1 for an empty slot; "
-                f"found {lowest if lowest < EMPTY else highest}."
-            )
+    check_vocabulary_size(end, whole, whose="all shards")
