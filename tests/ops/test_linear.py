@@ -284,6 +284,7 @@ def test_no_ids_still_give_entropy_and_top_k() -> None:
         ({"bias": torch.zeros(36)}, r"bias must be \[37\], got \(36,\)"),
         ({"ids": torch.full((13, 4), 37)}, r"\[0, 37\).*found 37"),
         ({"ids": torch.full((13, 4), -2)}, r"found -2"),
+        ({"ids": torch.full((13, 4), 1.5)}, r"ids must be integers, got torch\.float32"),
         ({"top_k": 0}, r"top_k must be an integer of at least 1, got 0"),
         ({"temperature": 0.0}, r"temperature must be positive, got 0\.0"),
         ({"temperature": math.nan}, r"temperature must be positive, got nan"),

@@ -94,6 +94,7 @@ def test_top_ids_are_those_of_a_stable_sort() -> None:
         (lambda x, ids: (x[0], ids), r"logits must be floating point \[M, V\]"),
         (lambda x, ids: (x, ids[0]), r"ids must be \[N, K\] for 12 rows"),
         (lambda x, ids: (x, ids + 300), "ids must lie in .0, 300. .*found 5"),
+        (lambda x, ids: (x, ids >= 0), "ids must be integers, got torch.bool"),
         (lambda x, ids: (x.fill_(torch.nan), ids), "12 of 12 rows of logits hold NaN"),
     ],
 )

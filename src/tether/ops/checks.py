@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
@@ -47,10 +48,14 @@ def check_vocabulary_size(vocabulary_size: int | None, rows: int, whose: str = "
 
 
 def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY) -> None:
-    """Refuse ids outside [0, vocabulary), but for those of empty slots where `lowest` is theirs.
+    """Refuse what is no integer in [0, vocabulary), but for empty slots where `lowest` is theirs.
 
     A vocabulary of 0 is a head that is empty at rest: nothing is known of it. An accelerator is not asked.
     """
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InvalidInputError(
+            f"ids must be integers, got {ids.dtype}. They are vocabulary ids, not a mask of them."
+        )
     if not (may_ask(ids) and ids.numel() and vocabulary):
         return
     least, most = int(ids.min()), int(ids.max())
