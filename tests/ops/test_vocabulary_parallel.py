@@ -15,7 +15,7 @@ from naive_head import SETTINGS, make_inputs
 
 from tether.errors import InvalidInputError
 from tether.ops import vocabulary_parallel
-from tether.ops.logits import VocabularyShard
+from tether.ops.shards import VocabularyShard
 
 WORKER = Path(__file__).with_name("vocabulary_parallel_worker.py")
 

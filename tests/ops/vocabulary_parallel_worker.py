@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 from tether.ops import LinearLogProbs, linear_log_probs, vocabulary_parallel
-from tether.ops.logits import VocabularyShard
+from tether.ops.shards import VocabularyShard
 
 Loss = Callable[[LinearLogProbs, Tensor], Tensor]
 

@@ -7,7 +7,6 @@ vocabulary split over processes (Megatron's tensor parallelism) is read where it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops.checks import check_ids
+from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.ops.top_k import top_k_by_groups
 from tether.projection.solve import may_ask
-from tether.projection.sparse import EMPTY, check_support_size, top_k_lowest_id
+from tether.projection.sparse import EMPTY, check_support_size
 
 # Logits widened to float32 at a time, in elements: 64 MiB.
 _BLOCK_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class VocabularyShard:
-    """This process's part of a vocabulary that is split over the processes of a group."""
-
-    group: Any
-    """A `torch.distributed` process group; its processes hold the shards in the order of their ranks."""
-    start: int
-    """The vocabulary id of this process's first column."""
-    vocabulary_size: int
-    """Columns of all processes together."""
 
 
 def logits_log_probs(
@@ -102,7 +90,7 @@ def logits_top_ids(
         values[at] = block.gather(-1, ids[at])
     if shard is None:
         return ids
-    return _merge_top_ids(ids + shard.start, values, min(top_k, shard.vocabulary_size), shard)
+    return merge_top_k(ids + shard.start, values, min(top_k, shard.vocabulary_size), shard)[0]
 
 
 def logits_least_id(
@@ -128,26 +116,7 @@ def logits_least_id(
     for at in _blocks(count, logits.shape[-1]):
         least = _select(logits, rows, at).min(-1, keepdim=True)
         ids[at], values[at] = least.indices, -least.values
-    return ids if shard is None else _merge_top_ids(ids + shard.start, values, 1, shard)
-
-
-def _merge_top_ids(ids: Tensor, values: Tensor, top_k: int, shard: VocabularyShard) -> Tensor:
-    """The best of every process's best; each of the winners is among its own process's best."""
-    width = torch.tensor([ids.shape[-1]], device=ids.device)
-    widths = [torch.empty_like(width) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(widths, width, group=shard.group)
-    widest = max(int(w) for w in widths)
-    # Uneven shards can be narrower than top_k; what fills them up is -inf and beyond every id.
-    beyond = widest - ids.shape[-1]
-    ids = torch.nn.functional.pad(ids, (0, beyond), value=shard.vocabulary_size)
-    values = torch.nn.functional.pad(values, (0, beyond), value=-torch.inf)
-    all_ids = [torch.empty_like(ids) for _ in widths]
-    all_values = [torch.empty_like(values) for _ in widths]
-    dist.all_gather(all_ids, ids.contiguous(), group=shard.group)
-    dist.all_gather(all_values, values.contiguous(), group=shard.group)
-    candidates, order = torch.cat(all_ids, -1).sort(-1)  # by id, so that ties go to the lowest
-    best = top_k_lowest_id(torch.cat(all_values, -1).gather(-1, order), top_k)
-    return candidates.gather(-1, best)
+    return ids if shard is None else merge_top_k(ids + shard.start, values, 1, shard)[0]
 
 
 class _LogitsLogProbs(torch.autograd.Function):

@@ -19,10 +19,10 @@ from tether.errors import InvalidInputError
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
 from tether.ops.head import Head
 from tether.ops.linear import LinearLogProbs, evaluate
-from tether.ops.logits import VocabularyShard
 from tether.ops.rows import Reduced
+from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.projection.backend import Backend
-from tether.projection.sparse import EMPTY, top_k_lowest_id
+from tether.projection.sparse import EMPTY
 
 
 def linear_log_probs(
@@ -132,17 +132,9 @@ def _merge_top_k(
     ids = own.top_ids.long() + shard.start if real else torch.full_like(own.top_ids, beyond).long()
     logits = torch.where(alive[:, None], own.top_logits, -torch.inf)
     values = torch.where(alive[:, None], own.top_log_probs + log_mass[:, None], -torch.inf)
-    # Shards narrower than top_k are filled up with what is impossible and beyond every id.
-    short = (0, top_k - ids.shape[-1])
-    ids = torch.nn.functional.pad(ids, short, value=beyond)
-    logits = torch.nn.functional.pad(logits, short, value=-torch.inf)
-    values = torch.nn.functional.pad(values, short, value=-torch.inf)
-    by_id, order = _gather(ids, shard.group).sort(-1)  # so that ties go to the lowest
-    best = top_k_lowest_id(_gather(logits, shard.group).gather(-1, order), top_k)
-    slot = order.gather(-1, best) - dist.get_rank(shard.group) * top_k
-    mine = (slot >= 0) & (slot < top_k)
-    chosen = torch.where(mine, values.gather(-1, torch.where(mine, slot, 0)), 0.0)
-    return by_id.gather(-1, best), _Sum.apply(chosen, shard.group)
+    merged, column = merge_top_k(ids, logits, top_k, shard)
+    chosen = torch.where(column >= 0, values.gather(-1, column.clamp_min(0)), 0.0)
+    return merged, _Sum.apply(chosen, shard.group)
 
 
 def _least(own: Reduced, real: int, group: Any) -> Tensor:
@@ -151,13 +143,6 @@ def _least(own: Reduced, real: int, group: Any) -> Tensor:
     smallest = smallest.clone() if real else torch.full_like(smallest, torch.inf)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
     return smallest
-
-
-def _gather(values: Tensor, group: Any) -> Tensor:
-    """Every shard's columns beside each other, in the order of ranks."""
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, values.contiguous(), group=group)
-    return torch.cat(parts, -1)
 
 
 class _Sum(torch.autograd.Function):

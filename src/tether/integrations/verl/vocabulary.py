@@ -7,7 +7,7 @@ from typing import Any
 from tether.errors import ConfigError
 from tether.integrations.verl.losses import Partition
 from tether.integrations.verl.settings import LOSS_MODE
-from tether.ops.logits import VocabularyShard
+from tether.ops.shards import VocabularyShard
 
 
 def vocabulary_partition(group: Any, rank: int, size: int) -> Partition:
