@@ -13,7 +13,7 @@ from naive_head import SETTINGS, N, V, make_inputs, naive, use_everything
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops import head, linear, linear_log_probs
+from tether.ops import head, linear, linear_log_probs, memory
 
 INF = math.inf
 
@@ -21,7 +21,7 @@ INF = math.inf
 @pytest.fixture(params=[None, 1, 100], ids=["one block", "a block a token", "a few tokens a block"])
 def _workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
-        monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", request.param)
+        monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("_workspace")
@@ -186,7 +186,7 @@ def test_autocast_does_not_lower_the_precision() -> None:
 
 def test_nothing_of_the_size_of_the_logits_is_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a workspace of 300 elements, no temporary of the operation exceeds it in rows."""
-    monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", 300)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 300)
     seen: list[int] = []
     logits_of = head.Head.logits
 

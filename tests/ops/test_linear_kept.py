@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.ops import linear, linear_log_probs, linear_trust_region, policy_pair
+from tether.ops import linear_log_probs, linear_trust_region, memory
 from tether.ops.head import Head
 
 N, D, V = 40, 6, 7000  # several cachefuls of rows
@@ -59,7 +59,7 @@ def test_kept_logits_give_the_gradients_of_logits_formed_again(
     hidden, weight, ids = _inputs()
     kept = torch.autograd.grad(_loss(hidden, weight, ids, rows, SETTINGS[setting]), (hidden, weight))
     assert products == [N]  # the forward pass's
-    monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", 9 * V)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 9 * V)
     formed = torch.autograd.grad(_loss(hidden, weight, ids, rows, SETTINGS[setting]), (hidden, weight))
     for ours, expected in zip(kept, formed, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-13)
@@ -116,7 +116,7 @@ def test_the_exact_trust_region_keeps_both_policies_logits(
 
     kept = gradients()
     assert products == ([N, violating * N] if violating else [N])  # those of the forward pass
-    monkeypatch.setattr(policy_pair, "WORKSPACE_ELEMENTS", 2 * V * 7)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", V * 7)
     for ours, expected in zip(kept, gradients(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tether.ops import head, linear
+from tether.ops import head, memory
 
 VOCABULARY, WIDTH = 65_536, 64
 WEIGHT_BYTES = 4 * VOCABULARY * WIDTH
@@ -70,7 +70,7 @@ def _peak(tokens: int, dtype: str, loss: str) -> int:
 def test_the_peak_is_weights_their_gradient_and_the_workspace_whatever_the_tokens(
     tokens: int, loss: str
 ) -> None:
-    workspace = 4 * linear._WORKSPACE_ELEMENTS
+    workspace = 4 * memory.WORKSPACE_ELEMENTS
     allowed = 1.15 * (2 * WEIGHT_BYTES + workspace)
     assert allowed < 0.12 * 4096 * VOCABULARY * 4  # what [tokens, vocabulary] would take is far beyond
     assert _peak(tokens, "float32", loss) <= allowed
@@ -79,6 +79,6 @@ def test_the_peak_is_weights_their_gradient_and_the_workspace_whatever_the_token
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_half_precision_head_is_never_widened_whole() -> None:
     """The weight and its gradient in bfloat16, the float32 sum of the gradient, the workspace."""
-    workspace = 4 * linear._WORKSPACE_ELEMENTS + 4 * head.VOCABULARY_BLOCK * WIDTH
+    workspace = 4 * memory.WORKSPACE_ELEMENTS + 4 * head.VOCABULARY_BLOCK * WIDTH
     allowed = 1.15 * (2 * WEIGHT_BYTES // 2 + WEIGHT_BYTES + workspace)
     assert _peak(256, "bfloat16", "every output") <= allowed

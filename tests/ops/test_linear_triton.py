@@ -11,7 +11,7 @@ from naive_head import SETTINGS, N, V, make_inputs, naive, use_everything
 from torch import Tensor
 
 from tether.errors import InvalidInputError, MissingDependencyError
-from tether.ops import linear, linear_log_probs
+from tether.ops import linear_log_probs, memory
 from tether.projection import backend
 
 pytest.importorskip("triton", reason="the Triton path needs the package", exc_type=ImportError)
@@ -249,8 +249,8 @@ def test_a_row_of_nan_harms_no_other_and_still_gives_ids() -> None:
 def test_blocks_of_tokens_and_strided_inputs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, ids = _wide(11, 400)
     whole = _on_triton(hidden, weight, ids, bias=bias, top_k=4)
-    monkeypatch.setattr(linear, "_WORKSPACE_ELEMENTS", 4 * 400)
-    monkeypatch.setattr(linear, "_ACCELERATOR_ROWS", 4)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 4 * 400)
+    monkeypatch.setattr(memory, "ACCELERATOR_ROWS", 4)
     parts = _on_triton(hidden.T.contiguous().T, weight, ids.T.contiguous().T.int(), bias=bias, top_k=4)
     torch.testing.assert_close(parts.log_probs, whole.log_probs)
     assert torch.equal(parts.top_ids.long(), whole.top_ids)

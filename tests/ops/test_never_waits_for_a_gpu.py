@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tether.losses import troll
-from tether.ops import head, linear, linear_log_probs
+from tether.ops import head, linear_log_probs, memory
 from tether.projection import SparseLogProbs, project_categorical, project_sparse
 
 N, D, V, K = 9000, 16, 5000, 8
@@ -81,7 +81,7 @@ def test_the_lm_head_on_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
     launched = _note_launches(monkeypatch, rows_triton)
     _run_linear("triton", dtype)
-    blocks = -(-N // max(linear._ACCELERATOR_ROWS, linear._WORKSPACE_ELEMENTS // V))
+    blocks = -(-N // max(memory.ACCELERATOR_ROWS, memory.WORKSPACE_ELEMENTS // V))
     assert blocks > 1
     forward = ["reduce_kernel", "select_kernel", "select_kernel"]
     backward = ["gradient_at_ids_kernel", "gradient_kernel", "scatter_kernel"]

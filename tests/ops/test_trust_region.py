@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops import LinearTrustRegion, linear_trust_region, policy_pair
+from tether.ops import LinearTrustRegion, linear_trust_region, memory, policy_pair
 from tether.ops.head import Head
 from tether.projection import SparseLogProbs, geodesic, kl_categorical, project_categorical, solve
 
@@ -251,7 +251,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, with_
     more = {"sequences": torch.arange(TOKENS) % 3} if with_sequences else {"old_support": batch.support(8)}
     whole = batch.ours(**more)
     gradients = _gradients(_outputs(whole), leaves)
-    monkeypatch.setattr(policy_pair, "WORKSPACE_ELEMENTS", 2 * VOCABULARY * 5)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", VOCABULARY * 5)
     monkeypatch.setattr(policy_pair, "BLOCK_ELEMENTS", VOCABULARY * 2)
     blocks = batch.ours(**more)
     for actual, expected in zip(_outputs(blocks), _outputs(whole), strict=True):
@@ -267,11 +267,12 @@ def test_an_accelerators_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch, f
     leaves = batch.leaves()
     whole = batch.ours(old_support=batch.support(8))
     gradients = _gradients(_outputs(whole), leaves)
+    monkeypatch.setattr(memory, "may_ask", lambda _: False)
     monkeypatch.setattr(policy_pair, "may_ask", lambda _: False)
     monkeypatch.setattr(geodesic, "may_ask", lambda _: False)
     monkeypatch.setattr(solve, "may_ask", lambda _: False)
-    monkeypatch.setattr(policy_pair, "ACCELERATOR_ROWS", 10)
-    monkeypatch.setattr(policy_pair, "WORKSPACE_ELEMENTS", 1)
+    monkeypatch.setattr(memory, "ACCELERATOR_ROWS", 10)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 1)
     blocks = batch.ours(old_support=batch.support(8))
     for actual, expected in zip(_outputs(blocks), _outputs(whole), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)

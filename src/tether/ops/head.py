@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -107,3 +107,37 @@ def _tensor_cores_take(first: Tensor, second: Tensor) -> bool:
     """Whether the library multiplies these as they are and adds up in float32."""
     halves = (torch.bfloat16, torch.float16)
     return first.is_cuda and first.dtype == second.dtype and first.dtype in halves
+
+
+class HeadGradients:
+    """Gradients of hidden states, weight and bias, added up a block of tokens at a time.
+
+    Made and used where the weights are at hand, and as precise as `dtype` until they are rounded.
+    """
+
+    def __init__(
+        self, needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        needs_hidden, needs_weight, needs_bias = needed
+        self._inputs = hidden, weight, bias
+        self.hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if needs_hidden else None
+        self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs_weight else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
+
+    def add(self, rows: Any, grad: Tensor) -> None:
+        """What follows from the gradient of the head's raw output for some tokens, none of them twice."""
+        hidden, weight, _ = self._inputs
+        if self.hidden is not None:
+            self.hidden[rows] = times_weight(grad, weight, self.hidden.dtype)
+        if self.weight is not None:
+            add_weight_gradient(self.weight, grad, hidden[rows])
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+    def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the precision of what they belong to; None for what needs none."""
+        hidden, weight, bias = (
+            None if total is None or value is None else total.to(value.dtype)
+            for total, value in zip((self.hidden, self.weight, self.bias), self._inputs, strict=True)
+        )
+        return hidden, weight, bias

@@ -19,17 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
-from tether.ops.head import Head, add_weight_gradient, times_weight
-from tether.ops.memory import KEPT
+from tether.ops.head import Head, HeadGradients
+from tether.ops.memory import KEPT, tokens_at_a_time
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
-
-# Logits held at a time, in elements: 64 MiB of float32. The backward pass turns them into their
-# gradient in place.
-_WORKSPACE_ELEMENTS = 1 << 24
-# Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
-_ACCELERATOR_ROWS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,6 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, top_ids, log_sum, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _, _ = grads
         upstream = gather_upstream(
             log_sum,
@@ -210,25 +203,13 @@ class _LinearLogProbs(torch.autograd.Function):
             (ids, grad_log_probs),
             (top_ids, grad_top),
         )
-        grad_hidden = hidden.new_zeros(hidden.shape, dtype=log_sum.dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
-            grad_weight = weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight else None
-            grad_bias = weight.new_zeros(weight.shape[0], dtype=log_sum.dtype) if needs_bias else None
+            total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, log_sum.dtype)
             for block, grad in _gradient_blocks(ctx, hidden, weight, bias, upstream):
-                if grad_hidden is not None:
-                    grad_hidden[block] = times_weight(grad, weight, log_sum.dtype)
-                if grad_weight is not None:
-                    add_weight_gradient(grad_weight, grad, hidden[block])
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=grad_bias.dtype)
-        if grad_hidden is not None and ctx.sum_hidden_gradient is not None:
-            ctx.sum_hidden_gradient(grad_hidden)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None, None,
-        )  # fmt: skip
+                total.add(block, grad)
+        if total.hidden is not None and ctx.sum_hidden_gradient is not None:
+            ctx.sum_hidden_gradient(total.hidden)
+        return (*total.rounded(), None, None, None, None, None, None)
 
 
 def _gradient_blocks(
@@ -284,21 +265,12 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
 
 def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
-    return hidden.new_empty((_tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype=dtype)
-
-
-def _tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int) -> int:
-    """As few blocks as the workspace allows, all of about one size: a last block of one row costs a pass over
-    the whole head."""
-    most = max(1, _WORKSPACE_ELEMENTS // vocabulary)
-    most = most if may_ask(hidden) else max(most, _ACCELERATOR_ROWS)
-    blocks = max(1, -(-tokens // most))
-    return -(-tokens // blocks)
+    return hidden.new_empty((tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype=dtype)
 
 
 def _token_blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     tokens = hidden.shape[0]
-    size = max(1, _tokens_at_a_time(hidden, vocabulary, tokens))
+    size = max(1, tokens_at_a_time(hidden, vocabulary, tokens))
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
@@ -307,4 +279,4 @@ def _row_blocks(rows: Tensor | None, hidden: Tensor, vocabulary: int) -> Iterato
         return _token_blocks(hidden, vocabulary)
     if not rows.numel():
         return iter(())
-    return iter(rows.split(_tokens_at_a_time(hidden, vocabulary, rows.shape[0])))
+    return iter(rows.split(tokens_at_a_time(hidden, vocabulary, rows.shape[0])))

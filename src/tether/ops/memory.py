@@ -1,4 +1,4 @@
-"""What outlives a forward pass."""
+"""How many logits are held at a time, and which of them outlive a forward pass."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import weakref
 from torch import Tensor
 
 from tether.projection.solve import may_ask
+
+# Logits of one policy held at a time, in elements: 64 MiB of float32. The backward pass turns them into their
+# gradient in place.
+WORKSPACE_ELEMENTS = 1 << 24
+# Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
+ACCELERATOR_ROWS = 1 << 10
+
+
+def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int) -> int:
+    """As few blocks as the workspace allows, all of about one size: a last block of one row costs a pass over
+    the whole head."""
+    most = max(1, WORKSPACE_ELEMENTS // vocabulary)
+    most = most if may_ask(hidden) else max(most, ACCELERATOR_ROWS)
+    blocks = max(1, -(-tokens // most))
+    return -(-tokens // blocks)
 
 
 class KeptBuffer:

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.ops import memory
 from tether.ops.checks import check_bias, check_ids, check_vocabulary_size, check_weight
 from tether.ops.head import VOCABULARY_BLOCK, Head
+from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
-
-# Logits held at a time, in elements, new and old together: twice 64 MiB of float32.
-WORKSPACE_ELEMENTS = 1 << 25
-# Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
-ACCELERATOR_ROWS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,7 @@ class PolicyPair:
         cls, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy
     ) -> PolicyPair:
         """With buffers for a block of rows."""
-        fitting = max(1, WORKSPACE_ELEMENTS // (2 * weight.shape[0]))
-        if not may_ask(hidden):
-            fitting = max(fitting, ACCELERATOR_ROWS)
-        rows = min(max(1, hidden.shape[0]), fitting)
+        rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
         return cls(head, hidden, weight, bias, old, buffers)
@@ -115,7 +109,7 @@ def rows_at_a_time(logits: Tensor) -> Iterator[slice]:
     rows, vocabulary = logits.shape
     size = max(1, BLOCK_ELEMENTS // vocabulary)
     if not may_ask(logits):
-        size = max(WORKSPACE_ELEMENTS // (16 * vocabulary), ACCELERATOR_ROWS // 8)
+        size = max(memory.WORKSPACE_ELEMENTS // vocabulary, memory.ACCELERATOR_ROWS) // 8
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

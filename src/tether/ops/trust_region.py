@@ -26,7 +26,7 @@ from tether.ops.dense_rows import (
     projected_gradient,
     reduce_rows,
 )
-from tether.ops.head import Head, add_weight_gradient, times_weight
+from tether.ops.head import Head, HeadGradients
 from tether.ops.memory import KEPT
 from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
 from tether.ops.shared_steps import project_sequences
@@ -188,27 +188,12 @@ class _LinearTrustRegion(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
         arrived = _Arrived.of(Found(*values), grads, ctx.old.sequences)
-        dtype = arrived.log_prob.dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
-            grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-            grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
+            total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.log_prob.dtype)
             for block in pair.blocks(arrived.rows()):
-                grad = _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound)
-                if grad_hidden is not None:
-                    grad_hidden[block] = times_weight(grad, weight, dtype)
-                if grad_weight is not None:
-                    add_weight_gradient(grad_weight, grad, hidden[block])
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=dtype)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+                total.add(block, _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
+        return (*total.rounded(), None, None, None, None)
 
 
 def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> PolicyPair:
