@@ -5,7 +5,8 @@
 
 Each variant is `tether llm train` on problems of GSM8K's form in a process of its own: float32, 2 updates on
 8 responses each of at most 64 tokens, without evaluation to speak of. Memory is the largest resident set the
-kernel saw, less that of a process that has imported the same libraries and loaded nothing. Writes
+kernel saw, less that of a process that has imported the same libraries and loaded nothing. (A run resets the
+kernel's mark before each step to measure that step alone, so the mark is read every 50 ms.) Writes
 benchmarks/results/smollm2_cost/cost.json.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -86,7 +88,7 @@ def options(settings: TrainConfig) -> list[str]:
 
 def run_and_watch(command: list[str], metrics: Path | None) -> tuple[float, float | None, int]:
     """Seconds in all, seconds until the first line of metrics, and the largest resident set in bytes."""
-    started, first = time.perf_counter(), None
+    started, first, peak = time.perf_counter(), None, 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -94,11 +96,18 @@ def run_and_watch(command: list[str], metrics: Path | None) -> tuple[float, floa
             first = time.perf_counter() - started
         if pid:
             break
+        peak = max(peak, largest_resident_set(process.pid))
         time.sleep(0.05)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}.")
-    return time.perf_counter() - started, first, usage.ru_maxrss * 1024
+    return time.perf_counter() - started, first, max(peak, usage.ru_maxrss * 1024)
+
+
+def largest_resident_set(pid: int) -> int:
+    """Bytes the kernel has marked for a process since the mark was reset; 0 for one that has just ended."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return 0 if found is None else int(found[1]) * 1024
 
 
 def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tether.experiments.peak_memory import MEMORY_METRICS
 from tether.llm.config import TrainConfig
 
 SETTINGS = {
@@ -57,12 +58,12 @@ def steps_logged(folder: Path) -> int:
 
 
 def record(folder: Path) -> dict[str, object]:
-    """Everything a run wrote that should not depend on the clock."""
+    """Everything a run wrote that should not depend on the clock or on what else the process holds."""
 
     def lines(path: Path) -> list[dict[str, object]]:
-        timeless = ("time_s", "step_seconds")
+        of_the_machine = ("time_s", "step_seconds", *MEMORY_METRICS)
         return [
-            {name: value for name, value in json.loads(line).items() if name not in timeless}
+            {name: value for name, value in json.loads(line).items() if name not in of_the_machine}
             for line in path.read_text().splitlines()
         ]
 

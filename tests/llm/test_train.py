@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 from short_run import SETTINGS, assert_same_run, config, record, start, steps_logged, wait_until
 
 from tether.errors import CheckpointError, ConfigError, TetherError
-from tether.experiments import RunFolder
+from tether.experiments import RunFolder, TrainingProgress
+from tether.experiments.peak_memory import PeakMemory, peak_memory
+from tether.llm.callbacks import MetricsCallback
 from tether.llm.compare_config import CompareConfig
 from tether.llm.train import train
 
@@ -26,6 +30,41 @@ def test_a_run_records_every_step_and_evaluation(uninterrupted):
     assert wanted <= set().union(*run.metrics())
     assert max(line["kl_max"] for line in run.metrics()) > 0
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [12, 16]
+
+
+def test_a_run_measures_what_memory_its_steps_take(uninterrupted):
+    if peak_memory("cpu") is None:
+        pytest.skip("this system keeps no resettable mark of the largest resident set")
+    peaks = [line["resident_bytes_max"] for line in RunFolder.open(uninterrupted).metrics()]
+    assert len(peaks) == 16
+    assert 0 < max(peaks) < 1e9
+    end = json.loads((uninterrupted / "FINISHED").read_text())
+    assert end["peak_memory_bytes"] == max(peaks)
+
+
+def test_a_steps_memory_is_read_before_the_evaluation_that_follows(tmp_path):
+    class Scripted(PeakMemory):
+        metric = "device_bytes_max"
+        highest = 100
+
+        def restart(self):
+            self.highest = 0
+
+        def _in_use(self):
+            return 0
+
+        def _highest(self):
+            return self.highest
+
+    memory, settings = Scripted(), config(tmp_path / "run")
+    with RunFolder.create(tmp_path / "run", kind="llm", label="x", seed=0, settings={}) as run:
+        callback = MetricsCallback(run, TrainingProgress(1, "x"), settings, memory)
+        callback.on_step_begin(None, None, None)
+        memory.highest = 7
+        callback.on_step_end(None, None, None)
+        memory.highest = 900  # an evaluation
+        callback.on_log(None, SimpleNamespace(global_step=1), None, logs={"loss": 0.5})
+        assert run.metrics()[0]["device_bytes_max"] == 7
 
 
 def test_the_first_update_of_each_batch_starts_at_the_old_policy(uninterrupted):

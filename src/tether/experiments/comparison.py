@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.errors import InvalidInputError
+from tether.experiments.cost import Cost, cost_of, cost_table, format_bytes, with_factor
 from tether.experiments.files import atomic_write_json
 from tether.experiments.progress import format_duration
 from tether.experiments.statistics import (
@@ -95,6 +96,8 @@ class Row:
     """Tokens a run read and wrote while training, prompts included."""
     seconds: float
     """Training time of a run, evaluations included."""
+    cost: Cost
+    """Time and memory of a step, and as multiples of the baseline's."""
 
 
 def compare_methods(entries: Sequence[Entry], baseline: str | None) -> tuple[str, list[Row]]:
@@ -139,6 +142,7 @@ def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None
         samples=_mean(entry.samples for entry in group),
         tokens=_mean(_last(entry.run, "tokens") for entry in group),
         seconds=float(np.mean([entry.run.seconds for entry in group])),
+        cost=cost_of([entry.run for entry in group], None if others is None else [e.run for e in others]),
     )
 
 
@@ -203,8 +207,10 @@ def write_comparison(path: Path, metric: str, rows: Sequence[Row], baseline: str
 def cells_of(row: Row, metric: str) -> dict[str, str]:
     """A row in words, by column.
 
-    The columns of equal budgets come last: responses and tokens learned from, and the time that took.
+    The columns of budgets come last: responses and tokens learned from, and the time and memory that took, of
+    steps also as multiples of the baseline's.
     """
+    step = row.cost.step_seconds
     fraction = metric.startswith("success")
     against = row.against
     return {
@@ -220,11 +226,13 @@ def cells_of(row: Row, metric: str) -> dict[str, str]:
         "responses": _thousands(row.samples),
         "tokens": _thousands(row.tokens),
         "time": format_duration(row.seconds),
+        "step": "-" if step is None else with_factor(f"{step:.3g} s", row.cost.step_ratio),
+        "memory": with_factor(format_bytes(row.cost.memory_bytes), row.cost.memory_ratio),
     }
 
 
 def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) -> list[Table]:
-    """The rows as tables for a terminal of 80 columns, one for each point of the grid."""
+    """The rows as tables for a terminal of 80 columns: one for each point of the grid, one of the cost."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -254,7 +262,16 @@ def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) ->
         for row in group:
             table.add_row(*(Text(part) for part in _in_a_terminal(row, metric, columns)))
         tables.append(table)
-    return tables
+    costs = None if baseline is None else cost_table(_costs(rows), baseline)
+    return tables if costs is None else [*tables, costs]
+
+
+def _costs(rows: Iterable[Row]) -> dict[str, list[Cost]]:
+    """What each method costs at each of its points."""
+    costs: dict[str, list[Cost]] = {}
+    for row in rows:
+        costs.setdefault(row.method, []).append(row.cost)
+    return costs
 
 
 def _in_a_terminal(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
@@ -278,6 +295,7 @@ def _caption(rows: Sequence[Row], baseline: str | None) -> str:
             ([row.samples for row in rows], _thousands, " responses"),
             ([row.tokens for row in rows], _thousands, " tokens"),
             ([row.seconds for row in rows], format_duration, " of training"),
+            ([row.cost.memory_bytes for row in rows], format_bytes, " at the peak of memory"),
         )
         if any(value is not None for value in values)
     )

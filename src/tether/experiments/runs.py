@@ -29,6 +29,7 @@ from tether.experiments.files import (
 )
 from tether.experiments.locking import FolderLock
 from tether.experiments.measurements import as_number, summary_writer
+from tether.experiments.peak_memory import at_the_end
 from tether.experiments.run_config import (
     CONFIG_FILE,
     KINDS,
@@ -210,13 +211,11 @@ class RunFolder:
         return folder / name
 
     def mark_finished(self) -> None:
-        """Note that training came to its end; a finished run takes no more numbers.
-
-        Call it last, after the last evaluation.
-        """
+        """Note the end of training, its time and its peak of memory; call it last, no numbers can follow."""
         self._check_writable()
         self._sync()
-        atomic_write_json(self.path / FINISHED_FILE, {"time": now(), "training_seconds": self.elapsed})
+        end = {"time": now(), "training_seconds": self.elapsed, **at_the_end(self.metrics())}
+        atomic_write_json(self.path / FINISHED_FILE, end)
 
     # ------------------------------------------------------------------ reading
 

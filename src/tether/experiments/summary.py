@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.errors import CheckpointError, MissingDependencyError
+from tether.experiments.peak_memory import largest
 from tether.experiments.progress import format_duration
 from tether.experiments.run_config import RunConfig
 from tether.experiments.run_start import find_runs
@@ -71,6 +72,11 @@ class RunData:
     def seconds(self) -> float:
         """Training time."""
         return max((float(record.get("time_s", 0.0)) for record in (*self.metrics, *self.evals)), default=0.0)
+
+    @property
+    def peak_memory(self) -> tuple[str, int] | None:
+        """The most a step took beyond the start of training: one of `MEMORY_METRICS`, and bytes."""
+        return largest(self.metrics)
 
     @property
     def steps(self) -> int:

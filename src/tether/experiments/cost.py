@@ -1,0 +1,160 @@
+"""What methods cost beside a baseline: time and memory of a training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tether.experiments.peak_memory import MEMORY_METRICS
+from tether.experiments.summary import RunData
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one method's steps take at one point of a grid, and beside the baseline's with the same seeds.
+
+    Runs with the same seed are compared because they were trained one after the other: a machine that is
+    slower in the evening slows both.
+    """
+
+    step_seconds: float | None
+    """Mean over seeds of the mean duration of a step, writing responses included."""
+    step_ratio: float | None
+    """That as a multiple of the baseline's with the same seed, median over seeds; None for the baseline."""
+    memory_bytes: float | None
+    """Mean over seeds of the most any step took beyond the start of training."""
+    memory_of: str | None
+    """What was counted: ``device_bytes_max`` or ``resident_bytes_max``; None where runs differ in that."""
+    memory_ratio: float | None
+    """That as a multiple of the baseline's with the same seed, median over seeds; None for the baseline."""
+
+
+def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost:
+    """The cost of a method's runs, beside the baseline's where they are given."""
+    kinds = {memory[0] for memory in (run.peak_memory for run in runs) if memory is not None}
+    return Cost(
+        step_seconds=_mean(map(_step_seconds, runs)),
+        step_ratio=_ratio(runs, baseline, _step_seconds),
+        memory_bytes=_mean(map(_bytes, runs)) if len(kinds) == 1 else None,
+        memory_of=kinds.pop() if len(kinds) == 1 else None,
+        memory_ratio=_ratio(runs, baseline, _bytes) if _one_kind(runs, baseline) else None,
+    )
+
+
+def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | None:
+    """One line a method: seconds and memory of a step, and as multiples of the baseline's.
+
+    Args:
+        costs: of each method, at every point of the grid at which it has runs.
+        baseline: the method whose cost is 1.
+
+    Returns:
+        None where no method has both a time or a memory and the baseline's to compare it with.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    every = [cost for group in costs.values() for cost in group]
+    if all(cost.step_ratio is None and cost.memory_ratio is None for cost in every):
+        return None
+    table = Table(
+        title="Cost of a step",
+        caption=_caption(every, baseline, points=max(map(len, costs.values()))),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("method", overflow="fold", min_width=12)
+    for heading in ("seconds", f"x {baseline}", "memory", f"x {baseline}"):
+        table.add_column(heading, justify="right")
+    for method, group in costs.items():
+        own = method == baseline
+        table.add_row(
+            Text(method),
+            _range([cost.step_seconds for cost in group], lambda value: f"{value:.3g}"),
+            "1" if own else _factor(cost.step_ratio for cost in group),
+            _range([cost.memory_bytes for cost in group], format_bytes),
+            "1" if own else _factor(cost.memory_ratio for cost in group),
+        )
+    return table
+
+
+def with_factor(text: str, ratio: float | None) -> str:
+    """A cost in words with its multiple of the baseline's.
+
+    >>> with_factor("0.5 s", 1.0312), with_factor("0.5 s", None)
+    ('0.5 s (x 1.03)', '0.5 s')
+    """
+    return text if ratio is None else f"{text} (x {ratio:.2f})"
+
+
+def format_bytes(value: float | None) -> str:
+    """Bytes in thousands, millions or billions.
+
+    >>> format_bytes(1_234_000_000), format_bytes(56_700_000), format_bytes(None)
+    ('1.23 GB', '56.7 MB', '-')
+    """
+    if value is None:
+        return "-"
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e3:.3g} kB"
+
+
+def _caption(costs: Sequence[Cost], baseline: str, points: int) -> str:
+    """How the columns were formed, and of what the memory is."""
+    kinds = sorted({MEMORY_METRICS[cost.memory_of] for cost in costs if cost.memory_of is not None})
+    over = "" if points < 2 else f" and geometric mean of up to {points} points of the grid"
+    memory = f" Memory: {' or '.join(kinds)}, the most of any step beyond the start." if kinds else ""
+    return f"Multiples of {baseline}: median over seeds{over}, each seed with its own.{memory}"
+
+
+def _step_seconds(run: RunData) -> float | None:
+    seconds = run.values("step_seconds")
+    return float(np.mean(seconds)) if seconds.size else None
+
+
+def _bytes(run: RunData) -> float | None:
+    return None if run.peak_memory is None else float(run.peak_memory[1])
+
+
+def _one_kind(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> bool:
+    """Whether all memory is of the same kind: that of a device and that of a process do not compare."""
+    return len({run.peak_memory[0] for run in (*runs, *(baseline or ())) if run.peak_memory}) == 1
+
+
+def _ratio(
+    runs: Sequence[RunData], baseline: Sequence[RunData] | None, of: Callable[[RunData], float | None]
+) -> float | None:
+    theirs = {run.config.seed: of(run) for run in baseline or ()}
+    pairs = [(of(run), theirs.get(run.config.seed)) for run in runs]
+    ratios = [ours / base for ours, base in pairs if ours is not None and base]
+    return float(np.median(ratios)) if ratios else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _range(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, high = form(min(known)), form(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def _factor(ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio]
+    return f"{math.exp(float(np.mean(np.log(known)))):.3g}" if known else "-"
