@@ -342,7 +342,7 @@ def test_the_page_shows_problems_responses_verdicts_and_tints(side_by_side: Path
         attributes for tag, attributes in page.tags if re.match(r"tok s\d e\d", str(attributes.get("class")))
     ]
     assert len({one["class"] for one in tokens}) > 3
-    assert all(re.match(r"probability [\d.e-]+ %\nentropy", str(one["title"])) for one in tokens)
+    assert all(re.match(r"probability [\d.e-]+ %\nentropy", str(one["data-tip"])) for one in tokens)
 
 
 def test_the_page_of_one_model_sorts_by_how_often_it_is_right(measured: Path) -> None:

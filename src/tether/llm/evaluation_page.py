@@ -11,7 +11,9 @@ from tether.errors import MissingDependencyError
 from tether.experiments.files import atomic_write_text
 from tether.experiments.report import tinted
 from tether.experiments.report.tinted import visible
+from tether.experiments.report.words import date_text, setting_text, two_lines
 from tether.experiments.run_config import installed_versions, now
+from tether.experiments.summary import format_gain, format_interval
 from tether.llm.eval_config import EvalConfig
 
 if TYPE_CHECKING:
@@ -85,28 +87,34 @@ def write_page(page: Path, config: EvalConfig, results: Sequence[TaskResult]) ->
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    problems = [
+        [_problem(config, result, place) for place in range(_shown(config, result))] for result in results
+    ]
     tasks = [
         {
             "name": result.task,
+            "outcome": outcome(config, result),
             "headings": [heading for heading, _ in table_columns(result, config)],
-            "rows": table_rows(result, config),
+            "rows": [
+                (name, [two_lines(cell) for cell in cells]) for name, cells in table_rows(result, config)
+            ],
             "parts": _parts(result),
-            "problems": [_problem(config, result, place) for place in range(_shown(config, result))],
-            "left_out": len(result.rows["model"]) - _shown(config, result),
+            "problems": shown,
+            "left_out": len(result.rows["model"]) - len(shown),
             "count": len(result.rows["model"]),
         }
-        for result in results
+        for result, shown in zip(results, problems, strict=True)
     ]
     html = environment.get_template(TEMPLATE).render(
         title=f"{visible(config.model)} on {', '.join(config.task)}",
         config=config,
         tasks=tasks,
-        filters=_filters(config),
+        filters=_filters(config, [problem for shown in problems for problem in shown]),
         surprise_texts=_level_texts(SURPRISE_LEVELS),
         entropy_texts=_level_texts(ENTROPY_LEVELS),
         scored=config.token_scores,
-        created=now(),
-        settings={name: visible(str(value)) for name, value in config.settings().items()},
+        created=date_text(now()),
+        settings={name: setting_text(value) for name, value in config.settings().items()},
         versions=installed_versions(),
     )
     return atomic_write_text(page, html)
@@ -116,11 +124,31 @@ def _shown(config: EvalConfig, result: TaskResult) -> int:
     return min(config.page_problems, len(result.rows["model"]))
 
 
-def _filters(config: EvalConfig) -> list[tuple[str, str]]:
-    """CSS class and words of each choice besides "all"."""
+def outcome(config: EvalConfig, result: TaskResult) -> str:
+    """What came of one task in one sentence, claiming no more than the intervals do."""
+    name = "success" if config.samples else "greedy"
+    own = getattr(result.summaries["model"], name)
+    responses = "sampled responses are right" if config.samples else "problems are right greedily"
+    if result.difference is None:
+        return f"{format_interval(own, fraction=True)} of the {responses}."
+    gap = getattr(result.difference, name)
+    shares = " against ".join(
+        f"{100 * getattr(result.summaries[side], name).value:.1f} %" for side in ("model", "baseline")
+    )
+    if gap.low <= 0 <= gap.high:
+        found = f"{config.model} and {config.baseline} are not told apart"
+    else:
+        found = f"{config.model} does {'better' if gap.low > 0 else 'worse'} than {config.baseline}"
+    return f"{found}: {shares} of the {responses}, {format_gain(gap, fraction=True)}."
+
+
+def _filters(config: EvalConfig, problems: Sequence[Problem]) -> list[tuple[str, str, int]]:
+    """CSS class, words and number of problems of each choice besides "all"."""
+    words = {"solved": "always right", "mixed": "sometimes right", "unsolved": "never right"}
     if config.baseline is not None:
-        return [("better", "better than the baseline"), ("worse", "worse"), ("same", "the same")]
-    return [("solved", "always right"), ("mixed", "sometimes right"), ("unsolved", "never right")]
+        words = {"better": "better than the baseline", "worse": "worse", "same": "the same"}
+    kinds = [problem.kind for problem in problems]
+    return [(kind, text, kinds.count(kind)) for kind, text in words.items()]
 
 
 def _problem(config: EvalConfig, result: TaskResult, place: int) -> Problem:

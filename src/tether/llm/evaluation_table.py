@@ -72,6 +72,7 @@ def _pass_at(k: int, of: Summary | Difference) -> Interval:
 
 
 def _numbers(result: TaskResult, name: str) -> dict[str, str]:
-    form = "{:.1%}" if name == "truncated" else "{:.3g}"
-    cells = {side: form.format(getattr(summary, name)) for side, summary in result.summaries.items()}
+    values = {side: getattr(summary, name) for side, summary in result.summaries.items()}
+    share = name == "truncated"
+    cells = {side: f"{100 * value:.1f} %" if share else f"{value:.3g}" for side, value in values.items()}
     return cells | {"difference": ""}
