@@ -1,14 +1,16 @@
 """Train the embedded model from nothing and write it where the package ships it.
 
-    python recipes/embedded_model.py                        # into src/tether/llm/embedded
-    python recipes/embedded_model.py --out /some/folder     # elsewhere
+    python recipes/embedded_model.py                            # into src/tether/llm/embedded
+    python recipes/embedded_model.py --architecture llama       # into src/tether/llm/embedded_llama
+    python recipes/embedded_model.py --out /some/folder         # elsewhere
 
-A Qwen3-architecture model with one token a character learns two tasks by supervised next-token
-prediction on generated problems of their training splits: three-digit arithmetic answered at once, and
-chained arithmetic with written steps. It first learns them from correct solutions, and then picks up a
-pupil's bad habits from solutions that sometimes forget a carry or are off by one. So it can do the work but
-gets a fifth to two fifths of held-out problems right when it samples at temperature 1, more of the easy ones
-than of those with many carries, and reinforcement learning has something to improve within two minutes.
+A model of the Qwen3 or the Llama architecture with one token a character learns two tasks by supervised
+next-token prediction on generated problems of their training splits: three-digit arithmetic answered at
+once, and chained arithmetic with written steps. It first learns them from correct solutions, and then picks
+up a pupil's bad habits from solutions that sometimes forget a carry or are off by one. So it can do the
+work but gets a fifth to two fifths of held-out problems right when it samples at temperature 1, more of the
+easy ones than of those with many carries, and reinforcement learning has something to improve within two
+minutes.
 Dropped from a real pre-training: text, documents, packing.
 
 Under 10 minutes on two cores; the same machine and thread count give the same file.
@@ -26,17 +28,27 @@ import string
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    logging,
+)
 
 from tether.llm.tasks import Problem, Task, make_task
 
-SHIPPED = Path(__file__).resolve().parents[1] / "src" / "tether" / "llm" / "embedded"
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "tether" / "llm"
 
 VALIDATION_PROBLEMS = 512
 
@@ -46,8 +58,10 @@ Example = tuple[list[int], int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the shipped file was trained with."""
+    """What the shipped Qwen3 model was trained with; `ARCHITECTURES` has what differs for others."""
 
+    architecture: str = "qwen3"
+    """A name of `ARCHITECTURES`."""
     seed: int = 0
     threads: int = 2
     problems: int = 100_000
@@ -72,9 +86,38 @@ class Settings:
     hidden: int = 128
     layers: int = 3
     heads: int = 4
+    key_value_heads: int = 4
+    """Fewer than `heads` for grouped-query attention."""
     feed_forward: int = 256
     vocabulary: int = 128
     """Rows of the embedding, more than the tokenizer has tokens, as in real models."""
+    tied: bool = True
+    """Whether the LM head is the embedding."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models: what it is called, how it is built and where the shipped one goes."""
+
+    title: str
+    name: str
+    """Under which `load_model_and_tokenizer` knows it."""
+    folder: Path
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that differ from the defaults."""
+
+
+ARCHITECTURES = {
+    "qwen3": Architecture("Qwen3", "embedded", PACKAGE / "embedded", Qwen3Config, Qwen3ForCausalLM),
+    # What Llama has and Qwen3 has not: no norm of queries and keys. What large models of either have and the
+    # first one has not: grouped-query attention and an LM head of its own. As many weights in all.
+    "llama": Architecture(
+        "Llama", "embedded-llama", PACKAGE / "embedded_llama", LlamaConfig, LlamaForCausalLM,
+        {"key_value_heads": 2, "feed_forward": 288, "tied": False},
+    ),
+}  # fmt: skip
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -94,24 +137,25 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
+def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    architecture = ARCHITECTURES[settings.architecture]
+    config = architecture.config(
         vocab_size=settings.vocabulary,
         hidden_size=settings.hidden,
         intermediate_size=settings.feed_forward,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
+        num_key_value_heads=settings.key_value_heads,
         head_dim=settings.hidden // settings.heads,
         max_position_embeddings=512,
         rope_theta=1000.0,
-        tie_word_embeddings=True,
+        tie_word_embeddings=settings.tied,
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config)
+    model = architecture.model(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
@@ -158,7 +202,7 @@ def encode(problem: Problem, solution: str, tokenizer: PreTrainedTokenizerFast) 
     return [*prompt, *tokenizer(solution).input_ids, tokenizer.eos_token_id], len(prompt)
 
 
-def mean_loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
+def mean_loss(model: PreTrainedModel, batch: Sequence[Example]) -> torch.Tensor:
     """Mean cross-entropy of the response tokens, in nats."""
     width = max(len(ids) for ids, _ in batch)
     inputs = torch.full((len(batch), width), model.config.pad_token_id)
@@ -179,7 +223,7 @@ class Trainer:
     """AdamW on batches that hold an equal share of every task."""
 
     def __init__(
-        self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, settings: Settings
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.tasks = [make_task(name) for name in ("arithmetic", "chained")]
@@ -260,9 +304,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def success(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, *, sample: bool
-) -> float:
+def success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Task, *, sample: bool) -> float:
     """Fraction of validation problems answered correctly, sampled at temperature 1 or greedily."""
     problems = task.problems("validation", VALIDATION_PROBLEMS)
     inputs = tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
@@ -284,9 +326,9 @@ license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# Tether's embedded model
+# Tether's embedded model{heading}
 
-A language model of {parameters:,} parameters (Qwen3 architecture, {layers} layers, width {hidden}, tied
+A language model of {parameters:,} parameters ({title} architecture, {layers} layers, width {hidden}, {head}
 embedding) for trying reinforcement learning on a laptop. It knows two kinds of problems and nothing else; it
 was trained from nothing on generated problems by `recipes/embedded_model.py` in Tether's repository. No
 text, no personal data, no other model went into it.
@@ -309,7 +351,7 @@ embedding has {vocabulary} rows, so that, as in real models, some belong to no t
 **Data.** {problems:,} training problems of each task, {steps:,} steps of {batch_size} problems, AdamW.
 Training, validation and test problems are disjoint parts of the space of problems.
 
-**Use.** `tether.llm.models.load_model_and_tokenizer("embedded")`. Good for these tasks and nothing else.
+**Use.** `tether.llm.models.load_model_and_tokenizer("{name}")`. Good for these tasks and nothing else.
 """
 
 
@@ -317,8 +359,13 @@ def write_card(settings: Settings, parameters: int, figures: Sequence[tuple[floa
     """The model card, with the figures just measured."""
     arithmetic, chained = figures
     steps = settings.skill_steps + settings.habit_steps
+    architecture = ARCHITECTURES[settings.architecture]
     return CARD.format(
         **asdict(settings),
+        title=architecture.title,
+        name=architecture.name,
+        heading="" if settings.architecture == "qwen3" else f", {architecture.title} architecture",
+        head="tied" if settings.tied else "untied",
         parameters=parameters,
         steps=steps,
         arithmetic=arithmetic,
@@ -327,7 +374,7 @@ def write_card(settings: Settings, parameters: int, figures: Sequence[tuple[floa
     )
 
 
-def write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, card: str) -> None:
+def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, card: str) -> None:
     """Save model, tokenizer and card into a temporary folder, then put it in place of `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -353,13 +400,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--architecture", choices=list(ARCHITECTURES), default=Settings.architecture)
+    parser.add_argument("--out", type=Path, help="folder to write (default: where the package ships it)")
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--threads", type=int, default=Settings.threads)
     parser.add_argument("--skill-steps", type=int, default=Settings.skill_steps)
     arguments = parser.parse_args()
     started = time.perf_counter()
-    settings = Settings(seed=arguments.seed, threads=arguments.threads, skill_steps=arguments.skill_steps)
+    architecture = ARCHITECTURES[arguments.architecture]
+    settings = Settings(
+        architecture=arguments.architecture,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        skill_steps=arguments.skill_steps,
+        **architecture.changes,
+    )
+    out: Path = arguments.out or architecture.folder
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(True)
@@ -372,8 +428,8 @@ def main() -> None:
     trainer = Trainer(model, tokenizer, settings)
     trainer.learn_skill()
     figures = trainer.learn_habits()
-    write(model, tokenizer, arguments.out, write_card(settings, parameters, figures))
-    print(f"Written to {arguments.out} after {time.perf_counter() - started:.0f} s")
+    write(model, tokenizer, out, write_card(settings, parameters, figures))
+    print(f"Written to {out} after {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,15 @@ from tether.llm.models import embedded_model_path, load_model_and_tokenizer
 from tether.llm.tasks import Task, make_task
 
 
+@pytest.fixture(scope="module", params=["embedded", "embedded-llama"])
+def shipped(request: pytest.FixtureRequest) -> str:
+    """The name of each model that comes with the package."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def embedded() -> tuple[Any, Any]:
-    return load_model_and_tokenizer("embedded")
+def embedded(shipped: str) -> tuple[Any, Any]:
+    return load_model_and_tokenizer(shipped)
 
 
 @pytest.fixture
@@ -45,10 +51,10 @@ def respond(pair: tuple[Any, Any], prompts: list[str], tokens: int, **options: A
     return tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_the_embedded_model_is_small_and_its_files_complete(embedded: tuple[Any, Any]) -> None:
+def test_the_embedded_model_is_small_and_its_files_complete(shipped: str, embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    files = list(embedded_model_path().iterdir())
-    assert model.config.model_type == "qwen3"
+    files = list(embedded_model_path(shipped).iterdir())
+    assert f"({shipped!r})".replace("'", '"') in (embedded_model_path(shipped) / "README.md").read_text()
     assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
     assert sum(file.stat().st_size for file in files) <= 8_000_000
     assert {file.name for file in files} >= {
@@ -58,6 +64,21 @@ def test_the_embedded_model_is_small_and_its_files_complete(embedded: tuple[Any,
         "tokenizer.json",
     }
     assert len(tokenizer) < model.get_input_embeddings().num_embeddings
+
+
+def test_the_embedded_models_are_two_families_of_one_size_with_one_tokenizer() -> None:
+    (qwen, words), (llama, same_words) = map(load_model_and_tokenizer, ("embedded", "embedded-llama"))
+    assert (qwen.config.model_type, llama.config.model_type) == ("qwen3", "llama")
+    assert llama.num_parameters() == pytest.approx(qwen.num_parameters(), rel=0.02)
+    assert words.get_vocab() == same_words.get_vocab()
+    # Beyond the architecture's own, what large models have: grouped-query attention and a head of its own.
+    assert llama.config.num_key_value_heads < llama.config.num_attention_heads
+    assert llama.get_output_embeddings().weight is not llama.get_input_embeddings().weight
+
+
+def test_a_model_that_does_not_ship_is_named() -> None:
+    with pytest.raises(ConfigError, match="No model 'embedded-gpt' ships"):
+        embedded_model_path("embedded-gpt")
 
 
 def test_the_embedded_tokenizer_gives_one_token_a_character_and_loses_none(embedded: tuple[Any, Any]) -> None:
@@ -108,8 +129,8 @@ def test_an_unknown_type_is_refused(dtype: str) -> None:
         load_model_and_tokenizer("embedded", dtype=dtype)
 
 
-def test_a_folder_gives_the_same_model(folder: Path, embedded: tuple[Any, Any]) -> None:
-    model, _ = load_model_and_tokenizer(folder)
+def test_a_folder_gives_the_same_model(tmp_path: Path, shipped: str, embedded: tuple[Any, Any]) -> None:
+    model, _ = load_model_and_tokenizer(shutil.copytree(embedded_model_path(shipped), tmp_path / "model"))
     ids = torch.arange(3, 90)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, embedded[0](ids).logits)

@@ -74,10 +74,13 @@ def test_mistakes_keep_the_format() -> None:
         assert verdict.parts["well_formed_steps"] == 1.0
 
 
-def test_training_lowers_the_loss_and_the_written_folder_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_training_lowers_the_loss_and_the_written_folder_loads(tmp_path: Path, architecture: str) -> None:
+    small = {"feed_forward": 32, "key_value_heads": 1}
     settings = embedded_model.Settings(
-        problems=64, batch_size=32, hidden=32, feed_forward=32, layers=1, heads=2, habit_steps=1
-    )
+        **embedded_model.ARCHITECTURES[architecture].changes | small,
+        architecture=architecture, problems=64, batch_size=32, hidden=32, layers=1, heads=2, habit_steps=1,
+    )  # fmt: skip
     embedded_model.torch.manual_seed(0)
     tokenizer = embedded_model.build_tokenizer()
     model = embedded_model.build_model(settings, tokenizer)
@@ -92,9 +95,24 @@ def test_training_lowers_the_loss_and_the_written_folder_loads(tmp_path: Path) -
     embedded_model.write(model, tokenizer, tmp_path / "out", card)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert "| 30.0% | 50.0% |" in (tmp_path / "out" / "README.md").read_text()
+    assert f"{architecture} architecture" in (tmp_path / "out" / "README.md").read_text().lower()
     loaded, _ = smollm2.load_model_and_tokenizer(tmp_path / "out")
     ids = embedded_model.torch.arange(3, 40)[None]
+    assert loaded.config.model_type == architecture
     assert embedded_model.torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_what_is_shipped_has_the_shape_the_recipe_trains(architecture: str) -> None:
+    family = embedded_model.ARCHITECTURES[architecture]
+    settings = embedded_model.Settings(architecture=architecture, **family.changes)
+    fresh = embedded_model.build_model(settings, embedded_model.build_tokenizer())
+    shipped, _ = smollm2.load_model_and_tokenizer(family.name)
+    assert type(shipped) is type(fresh)
+    shapes = [
+        {name: weight.shape for name, weight in model.state_dict().items()} for model in (shipped, fresh)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_wheel_that_is_damaged_empty_or_another_is_refused(tmp_path: Path) -> None:

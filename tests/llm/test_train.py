@@ -18,6 +18,7 @@ from tether.experiments import RunFolder, TrainingProgress
 from tether.experiments.peak_memory import PeakMemory, peak_memory
 from tether.llm.callbacks import MetricsCallback
 from tether.llm.compare_config import CompareConfig
+from tether.llm.models import embedded_model_path
 from tether.llm.train import train
 
 
@@ -30,6 +31,18 @@ def test_a_run_records_every_step_and_evaluation(uninterrupted):
     assert wanted <= set().union(*run.metrics())
     assert max(line["kl_max"] for line in run.metrics()) > 0
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [12, 16]
+
+
+def test_the_second_embedded_model_trains(tmp_path):
+    run = train(config(tmp_path / "run", model="embedded-llama", steps=4, eval_problems=4, eval_every=0))
+    assert run.finished
+    assert max(line["kl_max"] for line in run.metrics()) > 0
+    started, trained = (
+        load_file(folder / "model.safetensors")
+        for folder in (embedded_model_path("embedded-llama"), run.path / "model")
+    )
+    assert started.keys() == trained.keys()
+    assert all(not started[name].equal(trained[name]) for name in started)
 
 
 def test_a_run_measures_what_memory_its_steps_take(uninterrupted):

@@ -26,7 +26,7 @@ class TrainConfig:
     output: Path = Path("runs/llm")
     """Folder of the run; it must not hold another one."""
     model: str = "embedded"
-    """"embedded" (ships with Tether), a folder, or a name on the Hugging Face hub."""
+    """"embedded" or "embedded-llama" (ship with Tether), a folder, or a name on the Hugging Face hub."""
     task: str = "chained"
     """What to learn: a name of tether.llm.tasks.TASKS, such as chained, gsm8k, math or code."""
     task_options: dict[str, int | float | bool | str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ class EvalConfig:
     """Success of a model, or of two side by side, on held-out problems of one or several tasks."""
 
     model: str = "embedded"
-    """"embedded", a folder (a run's model, say), or a name on the hub."""
+    """"embedded", "embedded-llama", a folder (a run's model, say), or a name on the hub."""
     baseline: str | None = None
     """A second model to measure on the same problems, such as the one training started from."""
     task: tuple[str, ...] = ("chained",)

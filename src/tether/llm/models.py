@@ -20,33 +20,40 @@ _log = logging.getLogger(__name__)
 
 Quantization = Literal["none", "nf4"]
 
-EMBEDDED = "embedded"
-"""The name under which `load_model_and_tokenizer` knows the model that ships with Tether."""
+EMBEDDED = {"embedded": "embedded", "embedded-llama": "embedded_llama"}
+"""The models that ship with Tether: the name `load_model_and_tokenizer` knows each under, and its folder."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|fim_pad|>")
 
 
-def embedded_model_path() -> Path:
-    """Give the folder of the model that ships with Tether, in Hugging Face's format.
+def embedded_model_path(name: str = "embedded") -> Path:
+    """Give the folder of a model that ships with Tether, in Hugging Face's format.
+
+    Args:
+        name: ``"embedded"`` (Qwen3 architecture) or ``"embedded-llama"``: half a million parameters each, the
+            same tokenizer, tasks and training.
 
     Raises:
+        ConfigError: No model of that name ships with Tether.
         CheckpointError: The installation lacks the model's files.
 
-    >>> (embedded_model_path() / "model.safetensors").is_file()
+    >>> (embedded_model_path("embedded-llama") / "model.safetensors").is_file()
     True
     """
-    path = Path(__file__).with_name("embedded")
+    if name not in EMBEDDED:
+        raise ConfigError(f"No model {name!r} ships with Tether. There are {', '.join(EMBEDDED)}.")
+    path = Path(__file__).with_name(EMBEDDED[name])
     if not (path / "model.safetensors").is_file():
         raise CheckpointError(
-            f"The embedded model is missing from {path}. Install tether-rl again, or train it with "
+            f"The model {name!r} is missing from {path}. Install tether-rl again, or train it with "
             "recipes/embedded_model.py."
         )
     return path
 
 
 def load_model_and_tokenizer(
-    name_or_path: str | Path = EMBEDDED,
+    name_or_path: str | Path = "embedded",
     *,
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
@@ -60,8 +67,8 @@ def load_model_and_tokenizer(
     already has. The model knows the same tokens.
 
     Args:
-        name_or_path: ``"embedded"`` for the model that ships with Tether, a folder in Hugging Face's
-            format, or a name on the hub.
+        name_or_path: ``"embedded"`` or ``"embedded-llama"`` for the models that ship with Tether, a folder in
+            Hugging Face's format, or a name on the hub.
         dtype: Type of the weights; ``"auto"`` keeps the type they are stored in.
         device: Where the model goes.
         attn_implementation: Passed to transformers; None lets it choose.
@@ -145,8 +152,8 @@ def _quantized(quantization: str) -> dict[str, Any]:
 
 
 def _resolve(name_or_path: str | Path) -> str:
-    if name_or_path == EMBEDDED:
-        return str(embedded_model_path())
+    if isinstance(name_or_path, str) and name_or_path in EMBEDDED:
+        return str(embedded_model_path(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -157,8 +164,8 @@ def _resolve(name_or_path: str | Path) -> str:
         return str(path)
     if isinstance(name_or_path, Path) or not _HUB_NAME.fullmatch(name_or_path):
         raise ConfigError(
-            f"There is no model folder {path}. Check the path, or use '{EMBEDDED}' or a hub name such as "
-            "'HuggingFaceTB/SmolLM2-135M-Instruct'."
+            f"There is no model folder {path}. Check the path, or use one of {', '.join(EMBEDDED)} or a hub "
+            "name such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
         )
     return name_or_path
 
