@@ -1,4 +1,4 @@
-"""Success against updates per batch, with intervals over seeds, from the kept runs of a staleness study.
+"""Success against updates per batch, with intervals over seeds, from the kept runs of staleness studies.
 
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b --methods TROLL clip dppo
 
@@ -23,6 +23,9 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     """Method -> a curve for each seed: the last sampled success over updates a batch.
 
     Only seeds that a method has at every staleness are drawn, so that a mean is one of the same seeds.
+
+    Raises:
+        ConfigError: two runs of a method, staleness and seed, which differ in something else.
     """
     found: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
@@ -31,8 +34,14 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
             continue
         curve = run.eval_curve("success")
         if curve is not None:
-            seeds = found.setdefault(_method(settings), {})
-            seeds.setdefault(run.config.seed, {})[settings["updates_per_rollout"]] = float(curve.y[-1])
+            updates = settings["updates_per_rollout"]
+            values = found.setdefault(_method(settings), {}).setdefault(run.config.seed, {})
+            if updates in values:
+                raise ConfigError(
+                    f"There are two runs of {_method(settings)} with {updates} updates and seed "
+                    f"{run.config.seed}, such as {run.folder.path}. Name a --learning-rate, or fewer folders."
+                )
+            values[updates] = float(curve.y[-1])
     curves: dict[str, list[Curve]] = {}
     for method, seeds in found.items():
         places = sorted(set().union(*seeds.values()))
@@ -52,12 +61,12 @@ def _method(settings: dict[str, object]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, help="folder of kept runs")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of kept runs")
     parser.add_argument("--methods", nargs="+", help="which to draw; all if not given")
     parser.add_argument("--learning-rate", type=float, help="which of the study's learning rates")
     parser.add_argument("--output", type=Path, help="where the pictures go; beside the runs if not given")
     options = parser.parse_args(arguments)
-    curves = final_by_updates(load_runs([options.runs]), options.learning_rate)
+    curves = final_by_updates(load_runs(options.runs), options.learning_rate)
     if options.methods:
         missing = sorted(set(options.methods) - set(curves))
         if missing:
@@ -73,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         percent=True,
         markers=True,
     )
-    folder = options.output or options.runs
+    folder = options.output or options.runs[0]
     for theme, suffix in (("light", ""), ("dark", "-dark")):
         figure = curves_figure(panel, theme)
         axes = figure.axes[0]

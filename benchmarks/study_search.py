@@ -1,6 +1,7 @@
 """The best setting of each method in the search, written as the studies take it; make study-search first.
 
-    .venv/bin/python benchmarks/study_search.py
+    .venv/bin/python benchmarks/study_search.py                        # of all
+    .venv/bin/python benchmarks/study_search.py --learning-rate 3e-4   # of those with this learning rate
 
 Settings are judged by the mean over seeds of the last validation success. It refuses to choose while methods
 differ in how many settings were tried, or settings in their seeds: that would favour whoever was tried more.
@@ -37,16 +38,21 @@ class Choice:
     """Settings of this method."""
 
 
-def choose(config: CompareConfig) -> dict[str, Choice]:
-    """Method -> its best setting.
+def choose(config: CompareConfig, learning_rate: float | None = None) -> dict[str, Choice]:
+    """Method -> its best setting; of those with one learning rate, if that is given.
 
     Raises:
-        ConfigError: runs are missing, or methods have unequal numbers of settings.
+        ConfigError: runs are missing, methods have unequal numbers of settings, or none has that rate.
     """
     assert config.results is not None
     scores: dict[str, dict[str, list[float]]] = {}
     missing = []
-    for cell in cells(config):
+    searched = cells(config)
+    if learning_rate is not None:
+        searched = [cell for cell in searched if cell.train.learning_rate == learning_rate]
+    if not searched:
+        raise ConfigError(f"The search has no learning rate {learning_rate}; it has {config.learning_rates}.")
+    for cell in searched:
         folder = config.results / cell.train.output.name
         if not is_finished(folder):
             missing.append(folder.name)
@@ -82,10 +88,11 @@ def _spec(cell: Cell) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--study", type=Path, default=STUDY, help="the search's file")
+    parser.add_argument("--learning-rate", type=float, help="choose among the settings with this one")
     options = parser.parse_args(arguments)
     config = tyro.cli(CompareConfig, args=options_from_file(options.study))
     try:
-        choices = choose(config)
+        choices = choose(config, options.learning_rate)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
     for choice in choices.values():

@@ -52,4 +52,9 @@ def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) ->
 
 def test_a_method_without_runs_is_named(study: Path) -> None:
     with pytest.raises(ConfigError, match="No finished runs of clip; there are TROLL"):
-        study_figure.main([str(study), "--methods", "clip"])
+        study_figure.main([str(study), "--learning-rate", "3e-4", "--methods", "clip"])
+
+
+def test_runs_that_differ_in_something_else_are_not_mixed(study: Path) -> None:
+    with pytest.raises(ConfigError, match="two runs of TROLL with 1 updates and seed 0"):
+        study_figure.main([str(study)])

@@ -63,6 +63,16 @@ def test_the_best_setting_of_each_method_is_written_as_a_study_takes_it(config: 
     assert [(run.trust_region, run.learning_rate) for run in trained] == [("troll", 3e-4), ("clip", 1e-4)]
 
 
+def test_a_choice_among_the_settings_with_one_learning_rate(config: CompareConfig) -> None:
+    write_runs(config, SCORES)
+    chosen = study_search.choose(config, 1e-4)
+    assert chosen["troll"].spec == "troll:kl_bound=0.2,learning_rate=0.0001"
+    assert chosen["clip"].spec == "clip:learning_rate=0.0001"
+    assert {choice.tried for choice in chosen.values()} == {2}
+    with pytest.raises(ConfigError, match=r"no learning rate 0.1; it has \(0.0001, 0.0003\)"):
+        study_search.choose(config, 0.1)
+
+
 def test_unequal_numbers_of_settings_are_refused(config: CompareConfig) -> None:
     uneven = replace(config, trust_regions=config.trust_regions[:3])
     write_runs(uneven, SCORES)

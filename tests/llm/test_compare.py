@@ -85,7 +85,7 @@ def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
     made = cells(config)
     assert len({cell.train.output.name for cell in made}) == len(made)
     assert config.results is not None
-    if "search" in study.stem:
+    if study.stem in ("search", "g-network-inside"):  # what wins there is used elsewhere
         assert {cell.train.eval_split for cell in made} == {"validation"}
         assert min(config.seeds) >= 100
     elif "cost" not in study.stem:
