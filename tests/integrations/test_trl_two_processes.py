@@ -62,7 +62,7 @@ def _numbers(together: Path, rank: int = 0) -> dict[str, float]:
     return json.loads((together / f"numbers-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("variant", ["dapo", "gspo", "checkpointing", "accumulation"])
+@pytest.mark.parametrize("variant", ["dapo", "gspo", "checkpointing", "accumulation", "packing"])
 def test_without_bound_two_processes_follow_grpo(together: Path, variant: str) -> None:
     numbers = _numbers(together)
     assert numbers[f"to GRPO, {variant}"] < 1e-5

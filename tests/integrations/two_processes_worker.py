@@ -116,9 +116,11 @@ def compare_with_grpo(output: Path) -> dict[str, float]:
         "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         "checkpointing": {"loss_type": "grpo", "gradient_checkpointing": True},
         "accumulation": {"loss_type": "dapo", "gradient_accumulation_steps": 2},
+        "packing": {"loss_type": "bnpo"},
     }.items():
         plain = _train(GRPOTrainer, GRPOConfig, output, epsilon=math.inf, **settings)
-        ours = _train(TROLLTrainer, TROLLConfig, output, troll_kl_bound=math.inf, troll_alpha=0.0, **settings)
+        off = {"troll_kl_bound": math.inf, "troll_alpha": 0.0, "troll_pack_sequences": name == "packing"}
+        ours = _train(TROLLTrainer, TROLLConfig, output, **off, **settings)
         assert ours.accelerator.num_processes == 2
         differences[f"to GRPO, {name}"] = largest_difference(plain.model, ours.model)
         differences[f"moved, {name}"] = largest_difference(make_tiny_model(), ours.model)

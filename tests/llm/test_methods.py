@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tether.experiments import RunFolder
+from tether.integrations import packing
 from tether.llm.callbacks import MetricsCallback
 from tether.llm.config import TrainConfig
 from tether.llm.tasks import make_task
@@ -89,6 +90,32 @@ def test_remedies_for_a_network_that_leaves_act_and_are_logged(tmp_path: Path) -
 def test_estimators_train(tmp_path: Path, estimator: str) -> None:
     run = train(config(tmp_path / "run", estimator=estimator, steps=4, eval_every=0))
     assert RunFolder.open(run.path).metrics()[-1]["kl_max"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"trust_region": "troll", "estimator": "ppo"}, {"trust_region": "clip"}, {"trust_region": "sapo"}],
+    ids=lambda changes: changes["trust_region"],
+)
+def test_packed_sequences_change_nothing_but_rounding(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run that began on padded ones may go on packed: what memory takes may change on resume."""
+    seen: list[int] = []
+    original = packing._run_packed
+    monkeypatch.setattr(packing, "_run_packed", lambda *a, **k: seen.append(1) or original(*a, **k))
+    lines = {}
+    for packed in (False, True):
+        assert not seen
+        folder = tmp_path / str(packed)
+        run = train(config(folder, steps=4, eval_every=0, pack_sequences=packed, **changes))
+        lines[packed] = RunFolder.open(run.path).metrics()
+    assert seen
+    for name in ("loss", "kl_mean", "kl_max", "entropy", "grad_norm"):
+        values = {packed: [line[name] for line in lines[packed]] for packed in lines}
+        assert values[True] == pytest.approx(values[False], rel=1e-2, abs=1e-4), name
+    train(config(tmp_path / "False", eval_every=0, pack_sequences=True, resume=True, **changes))
+    assert len(RunFolder.open(tmp_path / "False").metrics()) == 8
 
 
 def test_what_was_chosen_is_in_the_label_and_the_numbers(tmp_path: Path) -> None:

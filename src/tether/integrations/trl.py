@@ -35,6 +35,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, OldTokens, take_snapshot
+from tether.integrations.packing import add_packing
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl_old_policy import (
     HIDDEN,
@@ -60,6 +61,8 @@ class OldPolicyTrainer(GRPOTrainer):
     support_mass: float = 1.0
     #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False
+    #: Whether a micro-batch goes through the model without its padding; see `tether.integrations.packing`.
+    pack_sequences: bool = False
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
@@ -74,6 +77,10 @@ class OldPolicyTrainer(GRPOTrainer):
         #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
         self.rollout_rows: list[dict[str, Any]] = []
         add_sparse_head(self._base_model, self.temperature, maybe_gather_lm_head_ctx)
+        if self.pack_sequences:
+            add_packing(self._base_model)
+            if self.ref_model is not None:
+                add_packing(self.accelerator.unwrap_model(self.ref_model))
         self._warn_without_old_policy()
         self._warn_of_dropout()
 
@@ -158,18 +165,20 @@ class OldPolicyTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         score = super()._get_per_token_logps_and_entropies
+        packing = {"pack_sequences": True} if self.pack_sequences else {}
         if self._loss_inputs is not None:
-            tap = Tap(model, self._evaluation_keywords(self._loss_inputs))
+            tap = Tap(model, {**packing, **self._evaluation_keywords(self._loss_inputs)})
             log_probs, *rest = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             return (self._constrain_tapped(log_probs, tap, logits_to_keep, self._loss_inputs), *rest)
         if self._recorded is not None and model is self.model:
             keywords = {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
-            tap = Tap(model, {**keywords, "keep_hidden": self.keep_hidden})
+            tap = Tap(model, {**packing, **keywords, "keep_hidden": self.keep_hidden})
             result = score(tap, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             recorded = Recorded(result[0], tap.support(logits_to_keep), tap.hidden(logits_to_keep))
             self._recorded.append(recorded)
             return result
-        return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        plain = Tap(model, packing) if packing else model  # the reference, or updates without an old policy
+        return score(plain, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """On which ids the new policy is evaluated: by default those of the old one."""
@@ -290,6 +299,7 @@ class TROLLTrainer(OldPolicyTrainer):
             )
         self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
         self.keep_hidden = args.troll_support == "exact"
+        self.pack_sequences = args.troll_pack_sequences
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._new_log_probs: Tensor | None = None
         self._beta = self.beta

@@ -64,6 +64,9 @@ class TROLLConfig(GRPOConfig):
     troll_region: Literal["token", "sequence"] = _option(
         "token", "Bound each token's divergence, or the mean over the tokens of a sequence."
     )
+    troll_pack_sequences: bool = _option(
+        False, "Run the model on the tokens of a micro-batch without their padding, back to back."
+    )
 
     def __post_init__(self) -> None:
         """Check the settings and choose the number of updates a rollout batch."""

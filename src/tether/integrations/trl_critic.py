@@ -68,12 +68,15 @@ class ValueModel(nn.Module):
 
     Args:
         policy: a causal language model; its backbone is copied, in float32, without any adapters.
+        pack_sequences: leave padding out of the backbone's pass; for a policy that went through
+            `tether.integrations.packing.add_packing`.
 
     The output layer starts at zero, so every value does.
     """
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, *, pack_sequences: bool = False) -> None:
         super().__init__()
+        self._packing = {"pack_sequences": True} if pack_sequences else {}
         self.backbone = _backbone_of(policy).float().requires_grad_(True)
         width: Any = self.backbone.config.get_text_config().hidden_size
         self.head = nn.Linear(width, 1, device=next(self.backbone.parameters()).device)
@@ -82,7 +85,9 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
         """Values [B, T] before each of the last T = `response_length` tokens of `input_ids` [B, P + T]."""
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        output = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **self._packing
+        )
         before = output.last_hidden_state[:, -response_length - 1 : -1]
         return self.head(before.to(self.head.weight.dtype)).squeeze(-1)
 
@@ -131,7 +136,8 @@ class CriticTrainer(AdvantageTrainer):
                 f"A critic is trained in one process, this is one of {self.accelerator.num_processes}. Start "
                 "without a launcher, or choose an estimator without a critic, such as rloo."
             )
-        self.critic = ValueModel(self.model).to(self.accelerator.device).train(self.model.training)
+        critic_model = ValueModel(self.model, pack_sequences=self.pack_sequences)
+        self.critic = critic_model.to(self.accelerator.device).train(self.model.training)
         options = self.critic_options
         self.critic_optimizer = torch.optim.AdamW(
             self.critic.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay

@@ -120,6 +120,8 @@ class TrainConfig:
     """Compute in bfloat16 while the weights keep their type; on an accelerator implied by other types."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    pack_sequences: bool = False
+    """Run the model on a micro-batch's tokens without their padding; pays where lengths differ."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto" uses an accelerator where there is one."""
     threads: int | None = None

@@ -148,7 +148,7 @@ def build_trainer(
     bases = tuple(base for base in (estimator, inside, trainer_class) if base is not None)
     # Baselines look at as many ids as TROLL would, to measure how far the policy moves.
     support = {"support_top_k": config.top_k, "support_mass": config.mass}
-    made: Any = type(trainer_class.__name__, bases, support)
+    made: Any = type(trainer_class.__name__, bases, {**support, "pack_sequences": config.pack_sequences})
     trainer: OldPolicyTrainer = made(args=args, **arguments, **chosen, **more, **remedies)
     return trainer
 
@@ -177,6 +177,7 @@ def _troll_settings(config: TrainConfig) -> dict[str, Any]:
         "troll_mass": config.mass,
         "troll_support": config.support,
         "troll_region": config.region,
+        "troll_pack_sequences": config.pack_sequences,
     }
 
 

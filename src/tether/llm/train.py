@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from tether.llm.failures import Whereabouts
 
 # Settings of a run that may be different when it is continued: how much, and what memory takes.
-_MAY_CHANGE = ("steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing")
+_MAY_CHANGE = (
+    "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
+)  # fmt: skip
 
 
 def train(config: TrainConfig) -> RunFolder:
