@@ -7,73 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tether.ops.found import Projection
 from tether.projection.divergence import log_partition, where
 from tether.projection.geodesic import Geodesic
 
 
-class Found(NamedTuple):
-    """What the forward pass finds out about every token, [N] each."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    projected_log_probs: Tensor
-    regression: Tensor
-    kl: Tensor
-    step: Tensor
-    projected: Tensor
-    certified: Tensor
-    uncertain: Tensor
-    tail_mass: Tensor
-    constrained: Tensor
-    """Whether the bound (and not the end of the curve) determines the step."""
-    centred: Tensor
-    """Centred log-ratio of the sampled token, in units of `unit`."""
-    variance: Tensor
-    """Variance of the log-ratio under the projection, in squared `unit`s."""
-    unit: Tensor
-    """Range of the log-ratio (of a sequence: the largest of its tokens); keeps variances finite."""
-
-    @classmethod
-    def empty(cls, hidden: Tensor) -> Found:
-        """Of tokens for which nothing has to be done."""
-        zero = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
-        zero = zero.detach()
-
-        def no() -> Tensor:
-            return torch.zeros_like(zero, dtype=torch.bool)
-
-        def new(value: float = 0.0) -> Tensor:
-            return torch.full_like(zero, value)
-
-        return cls(
-            new(), new(), new(), new(), new(), new(1.0), no(), no(), no(), new(torch.nan),
-            no(), new(), new(), new(1.0),
-        )  # fmt: skip
-
-    def put(self, rows: Tensor, projection: Projection) -> None:
-        """Note what the projection of some rows found."""
-        self.projected[rows] = True
-        for name, value in projection._asdict().items():
-            getattr(self, name)[rows] = value
-
-
-#: The fields of `Found` that carry a gradient.
-DIFFERENTIABLE = ("log_probs", "entropy", "projected_log_probs", "regression")
-
-
-class Projection(NamedTuple):
-    """The part of `Found` that projected rows fill in."""
-
-    projected_log_probs: Tensor
-    regression: Tensor
-    step: Tensor
-    constrained: Tensor
-    centred: Tensor
-    variance: Tensor
-    unit: Tensor
-
-
-class Upstream(NamedTuple):
+class ProjectedUpstream(NamedTuple):
     """What projected rows must know of the gradient that arrived, [N] each."""
 
     sampled: Tensor
@@ -85,19 +24,9 @@ class Upstream(NamedTuple):
     acts: Tensor
     """Rows with anything to pass on, bool."""
 
-    def at(self, rows: Any) -> Upstream:
+    def at(self, rows: Any) -> ProjectedUpstream:
         """Of some rows."""
-        return Upstream(*(value[rows] for value in self))
-
-
-def reduce_rows(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `ids`, entropies and log-sums of rows of logits, [n, V] -> [n] each."""
-    largest, log_sum, probs = log_partition(logits)
-    shifted = (logits - largest).clamp_min_(-1e4)  # 0 times -inf is 0
-    expected = (probs * shifted).sum(-1) / probs.sum(-1)
-    largest, log_sum = largest.squeeze(-1), log_sum.squeeze(-1)
-    sampled = logits.gather(-1, ids[:, None].long()).squeeze(-1)
-    return sampled - largest - log_sum, log_sum - expected, largest + log_sum
+        return ProjectedUpstream(*(value[rows] for value in self))
 
 
 def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> Projection:
@@ -132,24 +61,9 @@ def read_off(
     )
 
 
-def own_gradient(logits: Tensor, ids: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None) -> None:
-    """Replace logits by the gradient of ``grad * log_prob + entropy[0] * H`` (whose value is entropy[1]).
-
-    d log p(o) / dz = delta_o - p, dH / dz = -p (log p + H).
-    """
-    index = ids[:, None].long()
-    if entropy is None:
-        probs = logits.softmax(-1)
-        torch.mul(probs, -grad[:, None], out=logits)
-    else:
-        largest, log_sum, probs = log_partition(logits)
-        grad_entropy, value = (part[:, None] for part in entropy)
-        surprise = (logits - largest - log_sum).clamp_min_(-1e4).add_(value)
-        torch.mul(probs, surprise.mul_(grad_entropy).add_(grad[:, None]).neg_(), out=logits)
-    logits.scatter_add_(-1, index, grad[:, None])
-
-
-def projected_gradient(new: Tensor, old: Tensor, ids: Tensor, upstream: Upstream, kl_bound: float) -> Tensor:
+def projected_gradient(
+    new: Tensor, old: Tensor, ids: Tensor, upstream: ProjectedUpstream, kl_bound: float
+) -> Tensor:
     """Gradient with respect to the new logits of projected rows [n, V] whose steps are known.
 
     Of the projected log-probability: s [g (delta_o - pi) - a pi c], with c = z - E_pi[z] and a c the
@@ -177,7 +91,7 @@ def projected_gradient(new: Tensor, old: Tensor, ids: Tensor, upstream: Upstream
 
 
 def _gradient_without_zeros(
-    new: Tensor, old: Tensor, ratio: Tensor, ids: Tensor, upstream: Upstream
+    new: Tensor, old: Tensor, ratio: Tensor, ids: Tensor, upstream: ProjectedUpstream
 ) -> Tensor:
     """The same where every probability is positive, in a quarter of the passes.
 

@@ -255,11 +255,7 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
     """Rows that received gradient; None if all did, and where asking would stall an accelerator."""
     if not may_ask(upstream.total):
         return None
-    touched = upstream.total != 0
-    if upstream.grad_entropy is not None:
-        touched |= upstream.grad_entropy != 0
-    for _, grad in upstream.gathered:
-        touched |= (grad != 0).any(-1)
+    touched = upstream.touched()
     return None if bool(touched.all()) else touched.nonzero().squeeze(-1)
 
 

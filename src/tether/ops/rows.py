@@ -62,6 +62,15 @@ class Upstream(NamedTuple):
             tuple((ids[rows], grad[rows]) for ids, grad in self.gathered),
         )
 
+    def touched(self) -> Tensor:
+        """Rows that any gradient reaches, [n] bool."""
+        touched = self.total != 0
+        if self.grad_entropy is not None:
+            touched |= self.grad_entropy != 0
+        for _, grad in self.gathered:
+            touched |= (grad != 0).any(-1)
+        return touched
+
 
 def gather_upstream(
     log_sum: Tensor,
@@ -91,7 +100,8 @@ def reduce_block(
     logits = head.logits(hidden, weight, bias, buffer)
     for rows in _cached_rows(logits):
         smallest = _smallest(logits[rows], head, out)
-        found = _reduce(logits[rows], ids[rows], out.top_ids.shape[-1])._replace(smallest=smallest)
+        top_k, spoil = out.top_ids.shape[-1], not may_ask(logits)
+        found = reduce_rows(logits[rows], ids[rows], top_k, spoil=spoil)._replace(smallest=smallest)
         for result, value in zip(out.at(rows), found, strict=True):
             result.copy_(value)
 
@@ -107,7 +117,7 @@ def gradient_of_logits(head: Head, logits: Tensor, upstream: Upstream) -> Tensor
     """The same from transformed logits, which it overwrites."""
     for part in _cached_rows(logits):
         slope = head.slope(logits[part])
-        _logits_to_gradient(logits[part], upstream.at(part))
+        logits_to_gradient(logits[part], upstream.at(part))
         logits[part].mul_(slope)
     if head.vocabulary_size is not None:  # padding is -inf whatever the weights
         logits[:, head.vocabulary_size :] = 0
@@ -123,7 +133,7 @@ def keep_rows(logits: Tensor, rows: Tensor) -> Tensor:
     return logits[: rows.shape[0]]
 
 
-def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
+def logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
     """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
     log_probs = logits.sub_(upstream.log_sum[:, None])
     if upstream.grad_entropy is None:
@@ -138,8 +148,8 @@ def _logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
         grad.scatter_add_(-1, ids.clamp_min(0).long(), arrived)
 
 
-def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
-    """What the forward pass returns of a few rows, whose logits it spoils on an accelerator."""
+def reduce_rows(logits: Tensor, ids: Tensor, top_k: int, *, spoil: bool) -> Reduced:
+    """What the forward pass returns of a few rows; it may spoil their logits, which spares a copy."""
     grouped = bool(top_k) and logits.shape[-1] >= GROUP
     maxima = group_maxima(logits) if grouped else logits
     largest = maxima.amax(-1, keepdim=True)
@@ -152,7 +162,7 @@ def _reduce(logits: Tensor, ids: Tensor, top_k: int) -> Reduced:
         top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
     top_logits = logits.gather(-1, top_ids)
     # Measured from the largest logit, nothing below cancels.
-    shifted = logits - largest if may_ask(logits) else logits.sub_(largest)
+    shifted = logits.sub_(largest) if spoil else logits - largest
     log_probs = _gather(shifted, ids)
     weights = shifted.exp()
     total = weights.sum(-1)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops.dense_rows import Found, one_token_curves, read_off
+from tether.ops.dense_rows import one_token_curves, read_off
+from tether.ops.found import Found
 from tether.ops.policy_pair import PolicyPair, rows_at_a_time
 from tether.projection.solve import may_ask, solve_increasing
 

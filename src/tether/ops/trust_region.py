@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,50 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.ops.dense_rows import (
-    DIFFERENTIABLE,
-    Found,
-    Upstream,
-    own_gradient,
-    project_rows,
-    projected_gradient,
-    reduce_rows,
-)
+from tether.ops.dense_rows import ProjectedUpstream, project_rows, projected_gradient
+from tether.ops.found import Found, LinearTrustRegion
 from tether.ops.head import Head, HeadGradients
 from tether.ops.memory import KEPT
 from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
+from tether.ops.rows import Upstream, gather_upstream, logits_to_gradient, reduce_rows
 from tether.ops.shared_steps import project_sequences
 from tether.projection.categorical import check_kl_bound
 from tether.projection.certificate import certify
 from tether.projection.divergence import rows_kl
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
-
-
-@dataclass(frozen=True)
-class LinearTrustRegion:
-    """What `linear_trust_region` returns, a value a token, [N]; nats, float32 at least."""
-
-    log_probs: Tensor
-    """Log-probabilities of the given ids under the new policy. Differentiable."""
-    entropy: Tensor
-    """Of the new policy over the whole vocabulary. Differentiable."""
-    projected_log_probs: Tensor
-    """Of the given ids under the projected policy; `log_probs`, gradient included, inside the bound."""
-    regression: Tensor
-    """KL(new || stopgrad(projected)). Differentiable; zero, with zero gradient, inside the bound."""
-    kl: Tensor
-    """KL(new || old) before the projection; where certified, the certificate's lower bound."""
-    step: Tensor
-    """Step s in [0, 1] along the geodesic: 1 where nothing had to be done."""
-    projected: Tensor
-    """Where the bound was exceeded and the projection acted, bool."""
-    certified: Tensor
-    """Where a certificate spared the old policy's logits, bool."""
-    uncertain: Tensor
-    """Where the support could not decide and the whole vocabulary had to, bool."""
-    tail_mass: Tensor
-    """New mass outside `old_support`; NaN without one."""
 
 
 def linear_trust_region(
@@ -137,18 +104,7 @@ def linear_trust_region(
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
         found = Found(*_LinearTrustRegion.apply(hidden, weight, bias, ids, old, head, float(kl_bound)))
-    return LinearTrustRegion(
-        log_probs=found.log_probs,
-        entropy=found.entropy,
-        projected_log_probs=found.projected_log_probs,
-        regression=found.regression,
-        kl=found.kl,
-        step=found.step,
-        projected=found.projected,
-        certified=found.certified,
-        uncertain=found.uncertain,
-        tail_mass=found.tail_mass,
-    )
+    return found.public()
 
 
 class _LinearTrustRegion(torch.autograd.Function):
@@ -178,19 +134,18 @@ class _LinearTrustRegion(torch.autograd.Function):
         keep = whole and any(ctx.needs_input_grad[:3])
         ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
         ctx.head, ctx.old, ctx.kl_bound = head, old, kl_bound
-        ctx.save_for_backward(hidden, weight, bias, ids, *found)
-        constants = set(Found._fields) - set(DIFFERENTIABLE)
-        ctx.mark_non_differentiable(*(getattr(found, name) for name in constants))
-        return tuple(found)
+        ctx.save_for_backward(hidden, weight, bias, ids, *found.tensors())
+        ctx.mark_non_differentiable(*found.without_gradient())
+        return found.tensors()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
-        arrived = _Arrived.of(Found(*values), grads, ctx.old.sequences)
+        arrived = _Arrived.of(Found(*values), ids, grads, ctx.old.sequences)
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
-            total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.log_prob.dtype)
+            total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.own.total.dtype)
             for block in pair.blocks(arrived.rows()):
                 total.add(block, _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
         return (*total.rounded(), None, None, None, None)
@@ -213,12 +168,13 @@ def _evaluate_block(
         The rows whose old logits had to be formed.
     """
     new = pair.new_logits(block)[:, : pair.vocabulary]
-    log_sum = torch.empty_like(found.kl[block])
     for part in rows_at_a_time(new):
         at = block[part]
-        found.log_probs[at], found.entropy[at], log_sum[part] = reduce_rows(new[part], ids[at])
+        reduced = reduce_rows(new[part], ids[at, None], top_k=0, spoil=False)
+        found.log_probs[at], found.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
+        found.log_sum[at] = reduced.largest + reduced.log_total
     found.projected_log_probs[block] = found.log_probs[block]
-    inside = _certify(pair, block, new, log_sum, ratio_range[block], kl_bound, found)
+    inside = _certify(pair, block, new, ratio_range[block], kl_bound, found)
     unknown = (~inside).nonzero().squeeze(-1)
     if not unknown.numel():
         return block[unknown]
@@ -243,7 +199,6 @@ def _certify(
     pair: PolicyPair,
     block: Tensor,
     new: Tensor,
-    log_sum: Tensor,
     ratio_range: Tensor,
     kl_bound: float,
     found: Found,
@@ -255,7 +210,7 @@ def _certify(
     else:
         old = pair.old.support[block]
         held = old.ids != EMPTY
-        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - log_sum[:, None]
+        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - found.log_sum[block, None]
         log_probs = torch.where(held, log_probs, -torch.inf)
         few = SparseLogProbs.from_log_probs(old.ids, log_probs, vocabulary_size=pair.vocabulary)
         certificate = certify(few, old, kl_bound, log_ratio_range=ratio_range)
@@ -272,16 +227,15 @@ def _certify(
 class _Arrived(NamedTuple):
     """The gradient that arrived, a value a token."""
 
-    log_prob: Tensor
-    """For the network's own log-probability of the sampled token."""
-    entropy: Tensor | None
-    entropy_value: Tensor
-    projected: Upstream
+    own: Upstream
+    """For the network's own log-probability of the sampled token, and its entropy."""
+    projected: ProjectedUpstream
 
     @classmethod
-    def of(cls, found: Found, grads: tuple[Tensor | None, ...], sequences: Tensor | None) -> _Arrived:
+    def of(
+        cls, found: Found, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
+    ) -> _Arrived:
         zero = torch.zeros_like(found.kl)
-        entropy = grads[1]
         log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
         sampled = torch.where(found.projected, projected, zero)
         regression = torch.where(found.projected, regression, zero)
@@ -292,19 +246,14 @@ class _Arrived(NamedTuple):
         held = found.constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
         along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) / found.unit
         acts = found.projected & ((sampled != 0) | (regression != 0) | (along != 0))
-        own = log_prob + torch.where(found.projected, zero, projected)
-        return cls(own, entropy, found.entropy, Upstream(sampled, regression, along, found.step, acts))
+        log_prob = log_prob + torch.where(found.projected, zero, projected)
+        at_ids = ids[:, None], log_prob[:, None]
+        own = gather_upstream(found.log_sum, found.entropy, None, grads[1], at_ids)
+        return cls(own, ProjectedUpstream(sampled, regression, along, found.step, acts))
 
     def rows(self) -> Tensor:
         """Those that received any."""
-        touched = (self.log_prob != 0) | self.projected.acts
-        if self.entropy is not None:
-            touched |= self.entropy != 0
-        return touched.nonzero().squeeze(-1)
-
-    def of_entropy(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """For the entropies of some rows, and their values."""
-        return None if self.entropy is None else (self.entropy[rows], self.entropy_value[rows])
+        return (self.own.touched() | self.projected.acts).nonzero().squeeze(-1)
 
 
 def _gradient_of_block(
@@ -321,7 +270,7 @@ def _gradient_of_block(
         slope = pair.head.slope(logits)
         outside = acts[part].nonzero().squeeze(-1)
         new = logits[outside]
-        own_gradient(logits, ids[at], arrived.log_prob[at], arrived.of_entropy(at))
+        logits_to_gradient(logits, arrived.own.at(at))
         if outside.numel():
             assert old is not None
             rows = at[outside]
