@@ -1,8 +1,10 @@
 """Success against updates per batch, with intervals over seeds, from the kept runs of staleness studies.
 
-    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b --methods TROLL clip dppo
+    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/{b,b-curve,b-tuned} \\
+        --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
 
-Writes success-by-updates.png and its dark sibling beside the runs, or where --output says.
+Writes success-by-updates.png and its dark sibling, a panel for each learning rate, beside the runs or where
+--output says.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tether.errors import ConfigError
-from tether.experiments.plots import Panel, curves_figure
+from tether.experiments.plots import Panel, small_multiples
 from tether.experiments.statistics import Curve
 from tether.experiments.summary import RunData, load_runs
 
@@ -27,19 +29,19 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     Raises:
         ConfigError: two runs of a method, staleness and seed, which differ in something else.
     """
+    if learning_rate is not None:
+        runs = [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
+    bounds = {run.config.settings["kl_bound"] for run in runs if _is_troll(run)}
     found: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
-        settings = run.config.settings
-        if learning_rate is not None and settings["learning_rate"] != learning_rate:
-            continue
         curve = run.eval_curve("success")
         if curve is not None:
-            updates = settings["updates_per_rollout"]
-            values = found.setdefault(_method(settings), {}).setdefault(run.config.seed, {})
+            method, updates = _method(run, len(bounds) > 1), run.config.settings["updates_per_rollout"]
+            values = found.setdefault(method, {}).setdefault(run.config.seed, {})
             if updates in values:
                 raise ConfigError(
-                    f"There are two runs of {_method(settings)} with {updates} updates and seed "
-                    f"{run.config.seed}, such as {run.folder.path}. Name a --learning-rate, or fewer folders."
+                    f"There are two runs of {method} with {updates} updates and seed "
+                    f"{run.config.seed}, such as {run.folder.path}. Name --learning-rates, or fewer folders."
                 )
             values[updates] = float(curve.y[-1])
     curves: dict[str, list[Curve]] = {}
@@ -51,11 +53,15 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     return curves
 
 
-def _method(settings: dict[str, object]) -> str:
-    name = str(settings["trust_region"])
+def _is_troll(run: RunData) -> bool:
+    return run.config.settings["trust_region"] == "troll"
+
+
+def _method(run: RunData, name_bound: bool) -> str:
+    name = str(run.config.settings["trust_region"])
     label = _LABELS.get(name, name)
-    if name == "troll" and settings["kl_bound"] != 0.05:
-        label += f" kl_bound={settings['kl_bound']}"
+    if name_bound and _is_troll(run):
+        label += f" kl_bound={run.config.settings['kl_bound']}"
     return label
 
 
@@ -63,34 +69,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="folders of kept runs")
     parser.add_argument("--methods", nargs="+", help="which to draw; all if not given")
-    parser.add_argument("--learning-rate", type=float, help="which of the study's learning rates")
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", help="a panel each; one of all if not given"
+    )
     parser.add_argument("--output", type=Path, help="where the pictures go; beside the runs if not given")
     options = parser.parse_args(arguments)
-    curves = final_by_updates(load_runs(options.runs), options.learning_rate)
-    if options.methods:
-        missing = sorted(set(options.methods) - set(curves))
-        if missing:
-            raise ConfigError(
-                f"No finished runs of {', '.join(missing)}; there are {', '.join(sorted(curves))}."
-            )
-        curves = {method: curves[method] for method in options.methods}
-    panel = Panel(
-        "Success after training, by updates a batch",
-        curves,
+    runs = load_runs(options.runs)
+    panels = [_panel(runs, rate, options.methods) for rate in options.learning_rates or [None]]
+    folder = options.output or options.runs[0]
+    for theme, suffix in (("light", ""), ("dark", "-dark")):
+        figure = small_multiples(panels, theme, width=5.2, height=3.7)
+        for axes in figure.axes:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+        path = folder / f"success-by-updates{suffix}.png"
+        figure.savefig(path, dpi=160)
+        print(path)
+
+
+def _panel(runs: Sequence[RunData], learning_rate: float | None, methods: Sequence[str] | None) -> Panel:
+    curves = final_by_updates(runs, learning_rate)
+    missing = sorted(set(methods or ()) - set(curves))
+    if missing:
+        raise ConfigError(f"No finished runs of {', '.join(missing)}; there are {', '.join(sorted(curves))}.")
+    rate = "" if learning_rate is None else f", learning rate {learning_rate:g}"
+    return Panel(
+        f"Success after training{rate}",
+        {method: curves[method] for method in methods or curves},
         x_label="updates on each batch of responses",
         y_label="held-out success",
         percent=True,
         markers=True,
     )
-    folder = options.output or options.runs[0]
-    for theme, suffix in (("light", ""), ("dark", "-dark")):
-        figure = curves_figure(panel, theme)
-        axes = figure.axes[0]
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        path = folder / f"success-by-updates{suffix}.png"
-        figure.savefig(path, dpi=160)
-        print(path)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
 
 def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    study_figure.main([str(study), "--learning-rate", "0.0001", "--output", str(tmp_path / "out")])
+    study_figure.main([str(study), "--learning-rates", "0.0001", "0.0003", "--output", str(tmp_path / "out")])
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["success-by-updates-dark.png", "success-by-updates.png"]
     assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in written)
@@ -52,7 +52,7 @@ def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) ->
 
 def test_a_method_without_runs_is_named(study: Path) -> None:
     with pytest.raises(ConfigError, match="No finished runs of clip; there are TROLL"):
-        study_figure.main([str(study), "--learning-rate", "3e-4", "--methods", "clip"])
+        study_figure.main([str(study), "--learning-rates", "3e-4", "--methods", "clip"])
 
 
 def test_runs_that_differ_in_something_else_are_not_mixed(study: Path) -> None:
