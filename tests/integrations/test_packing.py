@@ -3,121 +3,24 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from packed_models import FAMILIES, PRECISION, ROWS, batch, inputs, make
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_flash_attention_utils import (
     _is_packed_sequence,
     prepare_fa_kwargs_from_position_ids,
 )
 from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
-from tether.errors import ConfigError, InvalidInputError
 from tether.integrations import packing
 from tether.integrations.packing import PackedLayout, add_packing
 from tether.integrations.sparse_head import add_sparse_head
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-WINDOW = 3  # shorter than most sequences
-WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
-FAMILIES: dict[str, Callable[..., Any]] = {
-    "Qwen3": lambda **s: Qwen3ForCausalLM(Qwen3Config(**SIZES, **s)),
-    "Qwen2.5": lambda **s: Qwen2ForCausalLM(Qwen2Config(**SIZES, **s)),
-    "Qwen2 with windows": lambda **s: Qwen2ForCausalLM(Qwen2Config(**SIZES, **WINDOWS, **s)),
-    "Llama-3": lambda **s: LlamaForCausalLM(LlamaConfig(**SIZES, **s)),
-    "SmolLM3": lambda **s: SmolLM3ForCausalLM(SmolLM3Config(**SIZES, no_rope_layers=[1, 0], **s)),
-    "Gemma-3": lambda **s: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SIZES, query_pre_attn_scalar=16, sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"], **s,
-        )
-    ),
-    "Qwen3 with experts": lambda **s: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, **s)
-    ),
-}  # fmt: skip
-
-#: Tokens and left padding of each row; most are alike in neither, one holds a token and one none.
-ROWS = [(7, 2), (1, 4), (11, 0), (5, 6), (0, 0), (2, 5), (11, 1)]
-WIDTH, RESPONSE = 13, 6
-
-
-#: Gemma adds up its norms' gradients in float32; experts multiply in float32 at most.
-PRECISION = {"Gemma-3": (torch.float64, 1e-6), "Qwen3 with experts": (torch.float32, 1e-4)}
-
-
-def make(family: str, dtype: torch.dtype | None = None, **settings: Any) -> Any:
-    """A random model whose forward packs and scores; large weights, so that attention matters."""
-    torch.manual_seed(0)
-    model = FAMILIES[family](**settings).to(dtype or PRECISION.get(family, (torch.float64, None))[0])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    add_sparse_head(model, 1.0, maybe_gather_lm_head_ctx)
-    add_packing(model)
-    return model
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask; padding holds a real token's id, so that seeing it would show."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 50, (len(ROWS), WIDTH), generator=generator)
-    mask = torch.zeros_like(ids)
-    for row, (length, left) in enumerate(ROWS):
-        mask[row, left : left + length] = 1
-    return ids, mask
-
-
-def inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :-RESPONSE] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def scored_alone(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+def scored_alone(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """Log-probabilities of the labels, every row by itself and without padding, from the model's logits."""
     labels = inputs(ids, mask)["labels"]
     found = torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float64)
@@ -131,7 +34,7 @@ def scored_alone(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return found
 
 
-def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
+def gradients(model: torch.nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
     """Of a loss with another weight for each token."""
     model.zero_grad()
     weights = torch.linspace(-1, 2, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
@@ -273,14 +176,6 @@ def test_a_batch_without_any_token_still_hangs_on_the_graph() -> None:
     assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
 
 
-def test_padding_between_tokens_is_refused() -> None:
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0]])
-    with pytest.raises(InvalidInputError, match="Row 1 of the attention mask has padding between"):
-        PackedLayout.of(mask)
-    with pytest.raises(InvalidInputError, match=re.escape("matrix [B, W], got (1, 2, 4)")):
-        PackedLayout.of(mask[None])
-
-
 def test_experts_are_balanced_as_in_padded_rows() -> None:
     model = make("Qwen3 with experts")
     ids, mask = batch()
@@ -304,97 +199,6 @@ def test_absolute_positions_begin_anew_with_each_sequence() -> None:
     ids, mask = batch()
     found = model(**inputs(ids, mask), support_top_k=4, pack_sequences=True).log_probs
     torch.testing.assert_close(found, scored_alone(model, ids, mask), atol=1e-9, rtol=0)
-
-
-class Forgetful(LlamaForCausalLM):
-    """A model that takes position ids and does not look at them."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        original = self.model.forward
-
-        def forward(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
-        self.model.forward = forward
-
-
-def test_a_model_that_ignores_position_ids_is_found_out_at_the_first_pass() -> None:
-    torch.manual_seed(0)
-    model = Forgetful(LlamaConfig(**SIZES))
-    model.train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    add_packing(model)
-    ids, mask = batch()
-    with pytest.raises(ConfigError, match=r"LlamaModel cannot train on packed.*when another one stands befo"):
-        model.base_model(input_ids=ids, attention_mask=mask, pack_sequences=True)
-    assert [module.training for module in model.modules()] == modes
-    model.base_model(input_ids=ids, attention_mask=mask)  # as ever
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_rounding_is_not_taken_for_a_leak_nor_a_leak_for_rounding(dtype: torch.dtype, autocast: bool) -> None:
-    ids, mask = batch()
-    for family in FAMILIES:
-        torch.manual_seed(0)
-        model = FAMILIES[family]().to(dtype)
-        add_packing(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model.base_model(input_ids=ids, attention_mask=mask, pack_sequences=True)
-    forgetful = Forgetful(LlamaConfig(**SIZES)).to(dtype)
-    add_packing(forgetful)
-    with pytest.raises(ConfigError), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        forgetful.base_model(input_ids=ids, attention_mask=mask, pack_sequences=True)
-
-
-SMALL_VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-                "image_size": 16, "patch_size": 8}  # fmt: skip
-UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
-    "images": (
-        lambda: Gemma3ForConditionalGeneration(
-            Gemma3Config(text_config=SIZES, vision_config=SMALL_VISION, mm_tokens_per_image=4)
-        ),
-        "more than text",
-    ),
-    "states": (
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1)),
-        "carries a state",
-    ),
-    "convolutions": (
-        lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
-        "layers of type conv",
-    ),
-    "no positions": (
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=8, n_layer=1, n_head=2)),
-        "takes no position_ids",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", UNFIT)
-def test_models_whose_sequences_would_mix_are_refused(kind: str) -> None:
-    build, reason = UNFIT[kind]
-    with pytest.raises(ConfigError, match=reason) as refused:
-        add_packing(build())
-    assert "troll_pack_sequences=False" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_type_ids": torch.zeros(7, 13)}, "also token_type_ids"),
-        ({"output_hidden_states": True}, "also output_hidden_states"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(7, 13, 32)}, "also inputs_embeds"),
-        ({"attention_mask": None}, "one of them missing"),
-    ],
-)
-def test_what_is_not_packed_is_refused(changes: dict[str, Any], message: str) -> None:
-    model = make("Qwen3")
-    ids, mask = batch()
-    with pytest.raises(ConfigError, match=message):
-        model.base_model(**{"input_ids": ids, "attention_mask": mask, **changes}, pack_sequences=True)
 
 
 def test_a_copy_runs_its_own_weights_and_adding_twice_is_adding_once() -> None:
