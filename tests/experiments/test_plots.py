@@ -15,11 +15,11 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from tether.errors import InvalidInputError
+from tether.experiments.plot_labels import spread_apart
 from tether.experiments.plots import (
     COLOURS,
     Panel,
     Theme,
-    _spread,
     band_of,
     curves_figure,
     palette,
@@ -73,7 +73,7 @@ def test_each_label_stands_once_in_its_lines_colour_and_apart_from_the_others() 
 @settings(derandomize=True, max_examples=80, deadline=None)
 @given(st.lists(st.floats(-20, 120), min_size=1, max_size=9))
 def test_labels_are_moved_apart_in_order_and_stay_inside(places: list[float]) -> None:
-    spread = _spread(places, gap=10.0, low=0.0, high=100.0)
+    spread = spread_apart(places, gap=10.0, low=0.0, high=100.0)
     order = np.argsort(places, kind="stable")
     moved = np.array(spread)[order]
     assert np.all(np.diff(moved) >= 10.0 - 1e-6)
@@ -153,6 +153,53 @@ def test_logarithmic_axes_skip_what_has_no_logarithm_and_draw_the_bound() -> Non
     assert "bound 0.05" in [text.get_text() for text in axes.texts]
     low, high = axes.get_ylim()
     assert low < 0.05 < 0.4 < high
+
+
+@pytest.mark.parametrize("values", [(0.06, 0.12), (0.011, 0.019), (0.002, 0.3), (1e-5, 1.0)])
+def test_logarithmic_axes_have_ticks_however_short_they_are(values: tuple[float, float]) -> None:
+    axes = curves_figure(Panel("KL", {"TROLL": [Curve(X[:2], np.array(values))]}, log=True)).axes[0]
+    low, high = axes.get_ylim()
+    assert 2 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 9
+
+
+@pytest.mark.parametrize("bound", [0.05, 3.0])
+def test_the_bounds_name_stays_off_its_line_and_the_title(bound: float) -> None:
+    curve = Curve(X, np.array([0.1, 0.2, 0.3, 1.0]))
+    figure = curves_figure(Panel("KL", {"TROLL": [curve]}, log=True, lines={"bound": bound}))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (name,) = [text for text in axes.texts if text.get_text() == "bound"]
+    box = name.get_window_extent()
+    (_, line) = axes.transData.transform((0.0, bound))
+    assert not box.y0 <= line <= box.y1
+    assert box.y1 <= axes.get_window_extent().y1 + 1
+
+
+def test_what_lies_in_the_background_is_grey_thin_and_unnamed() -> None:
+    curves = {f"method {i}": [Curve(X, X + i), Curve(X, X - i)] for i in range(12)}
+    background = frozenset(list(curves)[3:])
+    axes = curves_figure(Panel("", curves, background=background)).axes[0]
+    assert {text.get_text() for text in axes.texts} == {"method 0", "method 1", "method 2"}
+    grey = lines_of(axes, COLOURS["light"].muted)
+    assert len(grey) == len(background), "one line a label, its mean"
+    assert max(width for width, _ in grey) < 1
+    assert len(axes.collections) == 3, "no band in the background"
+
+
+def test_long_names_stand_below_and_leave_the_axes_their_room() -> None:
+    def drawn(names: list[str]) -> tuple[float, Axes]:
+        figure = curves_figure(Panel("", {name: [Curve(X, X)] for name in names}))
+        figure.draw_without_rendering()
+        return figure.axes[0].get_window_extent().width, figure.axes[0]
+
+    names = [f"dppo divergence_low={i}, divergence_high=0.15, lr 0.0001" for i in range(3)]
+    (short, _), (long, axes) = drawn(["a", "b"]), drawn(names)
+    assert long >= short
+    assert not axes.texts
+    assert axes.figure is not None
+    (legend,) = axes.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert legend.get_window_extent().y1 <= axes.get_window_extent().y0
 
 
 def test_ticks_read_as_per_cent_and_thousands() -> None:

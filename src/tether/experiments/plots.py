@@ -13,6 +13,7 @@ import numpy as np
 
 from tether.errors import InvalidInputError, MissingDependencyError
 from tether.experiments.files import atomic_write_bytes
+from tether.experiments.plot_labels import End, label_ends, legend_below, name_line
 from tether.experiments.statistics import Curve, CurveBand, mean_curve
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Theme = Literal["light", "dark"]
-End = tuple[str, str, float]
-"""Where a line ends: its label, its colour, its y."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,9 @@ _FIXED_PLACES = {
     "troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7,
     "no trust region": 7,
 }  # fmt: skip
+LONGEST_AT_LINE_END = 18
+"""Labels longer than this stand below the axes: beside the lines they would leave these no room."""
+
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
     (0, (5, 2)),
@@ -66,6 +68,8 @@ class Panel:
     title: str
     curves: Mapping[str, Sequence[Curve]]
     """Label -> the curves of its runs (seeds)."""
+    background: frozenset[str] = frozenset()
+    """Labels drawn thin and grey, without a name: the many that a few are seen against."""
     x_label: str = "optimiser step"
     y_label: str = ""
     """With its unit: ``"KL (nats)"``."""
@@ -90,7 +94,7 @@ def palette(labels: Sequence[str], theme: Theme = "light") -> dict[str, str]:
     return {label: cycle[place % len(cycle)] for label, place in _places(labels).items()}
 
 
-def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 6.2, height: float = 3.7) -> Figure:
+def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 5.2, height: float = 3.2) -> Figure:
     """One panel as a figure, with a thin line a run and the mean with its 95 % interval over runs.
 
     Raises:
@@ -114,7 +118,7 @@ def small_multiples(
 ) -> Figure:
     """Several panels in a grid; ``width`` and ``height`` are those of one panel, in inches.
 
-    Labels keep their colour over all panels.
+    Labels keep their colour over all panels. They stand where the lines end, or, if one is long, below.
     """
     if not panels:
         raise InvalidInputError("No panels to draw.")
@@ -126,22 +130,32 @@ def small_multiples(
         rows = -(-len(panels) // columns)
         figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
-        labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
+        labels = _named(panels)
         drawn = []
         for index, panel in enumerate(panels):
             axes = figure.add_subplot(rows, columns, index + 1)
             drawn.append((axes, _draw(axes, panel, labels, theme)))
+        if any(len(label) > LONGEST_AT_LINE_END for label in labels):
+            legend_below(figure, {end.label: end for _, ends in drawn for end in ends}.values())
+            return figure
         figure.draw_without_rendering()  # settles the layout
         for axes, ends in drawn:
-            _label_ends(axes, ends)
+            label_ends(axes, ends)
         return figure
 
 
 def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, theme: Theme = "light") -> None:
     """Draw a panel on existing axes; ``labels`` are all labels that share the colours."""
-    ends = _draw(axes, panel, list(panel.curves) if labels is None else labels, theme)
+    ends = _draw(axes, panel, _named([panel]) if labels is None else labels, theme)
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
+
+
+def _named(panels: Sequence[Panel]) -> list[str]:
+    """The labels that have a colour of their own."""
+    return list(
+        dict.fromkeys(label for panel in panels for label in panel.curves if label not in panel.background)
+    )
 
 
 def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list[End]:
@@ -157,13 +171,21 @@ def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list
         drawable = [shown for shown in (_drawable(curve, panel.log) for curve in curves) if shown is not None]
         if not drawable:
             continue
+        if label in panel.background:
+            _draw_background(axes, drawable, theme)
+            continue
         dash = _DASHES[places[label] // len(COLOURS[theme].cycle) % len(_DASHES)]
-        ends.append((label, colours[label], _draw_label(axes, drawable, colours[label], dash, panel.markers)))
-    if not ends:
+        height = _draw_label(axes, drawable, colours[label], dash, panel.markers)
+        ends.append(End(label, colours[label], dash, height))
+    if not axes.get_lines():
         raise InvalidInputError(f"Panel {panel.title!r} has no finite value to draw.")
-    for name, height in panel.lines.items():
-        _draw_line(axes, name, height, theme)
+    for height in panel.lines.values():
+        axes.axhline(
+            height, color=COLOURS[theme].text, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.8, zorder=2.5
+        )
     _scale(axes, panel)
+    for name, height in panel.lines.items():
+        name_line(axes, name, height, COLOURS[theme].text, COLOURS[theme].background)
     return ends
 
 
@@ -182,7 +204,7 @@ def stacked_bars(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.2, 1.5 + 0.45 * len(parts)), layout="constrained")
+        figure = Figure(figsize=(5.2, 1.4 + 0.4 * len(parts)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         names = list(dict.fromkeys(name for part in parts.values() for name in part))
@@ -209,7 +231,7 @@ def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
     from PIL import Image
 
     with house_style(theme):
-        figure.set_dpi(160)
+        figure.set_dpi(180)
         figure.canvas.draw()
     pixels = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")  # type: ignore[attr-defined]
     buffer = io.BytesIO()
@@ -325,13 +347,11 @@ def _draw_label(axes: Axes, curves: list[Curve], colour: str, dash: object, mark
     return float(band.mean[np.isfinite(band.mean)][-1])
 
 
-def _draw_line(axes: Axes, name: str, height: float, theme: Theme) -> None:
-    colour = COLOURS[theme].text
-    axes.axhline(height, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.8)
-    axes.annotate(
-        name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 3),
-        textcoords="offset points", fontsize=8, color=colour, alpha=0.9,
-    )  # fmt: skip
+def _draw_background(axes: Axes, curves: list[Curve], theme: Theme) -> None:
+    """The mean of the runs of a label nobody is to look for."""
+    band = band_of(curves) if len(curves) > 1 else None
+    x, y = (band.x, band.mean) if band is not None else (curves[0].x, curves[0].y)
+    axes.plot(x, y, color=COLOURS[theme].muted, linewidth=0.8, alpha=0.4, zorder=1.5)
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
@@ -348,7 +368,9 @@ def _scale(axes: Axes, panel: Panel) -> None:
         low, high = axes.get_ylim()
         decades = np.log10(high / low)
         axes.yaxis.set_major_locator(
-            LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=9)
+            MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10])  # 1, 2 and 5 might all lie outside
+            if decades < 0.7
+            else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=9)
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -369,50 +391,3 @@ def _short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (1e6 if unit == 'M' else 1e3):g}{unit}"
     return f"{value:g}"
-
-
-def _label_ends(axes: Axes, ends: list[End]) -> None:
-    """Write each label where its line ends, moved apart where they would overlap."""
-    height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
-    wanted = [axes.transAxes.inverted().transform(axes.transData.transform((0.0, y)))[1] for *_, y in ends]
-    spread = _spread([float(place) * height for place in wanted], gap=10.5, low=0.0, high=height)
-    for (label, colour, _), place in zip(ends, spread, strict=True):
-        axes.annotate(
-            label, (1.0, place / height), xycoords="axes fraction", xytext=(5, 0), textcoords="offset points",
-            color=colour, fontsize=8.5, fontweight="bold", va="center", annotation_clip=False,
-        )  # fmt: skip
-
-
-def _spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move places apart to at least ``gap``, in order, as near as can be and inside [low, high] if they fit.
-
-    >>> _spread([5.0, 5.0, 30.0], gap=10.0, low=0.0, high=40.0)
-    [0.0, 10.0, 30.0]
-    """
-    order = sorted(range(len(places)), key=lambda index: (places[index], index))
-    # Groups of touching labels, each (its centre, its members); touching groups merge around their mean.
-    groups: list[tuple[float, list[int]]] = []
-    for index in order:
-        groups.append((min(max(places[index], low), high), [index]))
-        while True:
-            groups[-1] = (_inside(groups[-1], gap, low, high), groups[-1][1])
-            if len(groups) < 2 or not _touch(groups[-2], groups[-1], gap):
-                break
-            (below, members), (above, others) = groups[-2], groups[-1]
-            total = len(members) + len(others)
-            groups[-2:] = [((below * len(members) + above * len(others)) / total, members + others)]
-    result = [0.0] * len(places)
-    for centre, members in groups:
-        for position, index in enumerate(members):
-            result[index] = centre + gap * (position - (len(members) - 1) / 2)
-    return result
-
-
-def _inside(group: tuple[float, list[int]], gap: float, low: float, high: float) -> float:
-    half = gap * (len(group[1]) - 1) / 2
-    return max(min(group[0], high - half), low + half)
-
-
-def _touch(below: tuple[float, list[int]], above: tuple[float, list[int]], gap: float) -> bool:
-    room = gap * (len(below[1]) + len(above[1])) / 2
-    return above[0] - below[0] < room - 1e-9
