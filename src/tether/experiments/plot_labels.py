@@ -43,7 +43,8 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
     for end, place in zip(ends, spread, strict=True):
         axes.annotate(
             end.label, (1.0, place / height), xycoords="axes fraction", xytext=(5, 0),
-            textcoords="offset points", color=end.colour, fontsize=8.5, fontweight="bold", va="center", annotation_clip=False,
+            textcoords="offset points", color=end.colour, fontsize=8.5, fontweight="bold", va="center",
+            annotation_clip=False,
         )  # fmt: skip
 
 
