@@ -28,8 +28,8 @@ def measured(make_run: Callable[..., Path]) -> Measure:
         runs = []
         for seed, (seconds, peak) in enumerate(costs):
             lines = [
-                {"step_seconds": 0.5 * seconds, name: peak / 2},
-                {"step_seconds": 1.5 * seconds, name: peak},
+                {"step_seconds": 0.5 * seconds, "processor_seconds": seconds, name: peak / 2},
+                {"step_seconds": 1.5 * seconds, "processor_seconds": 3 * seconds, name: peak},
             ]
             evals = [{"step": 0, "success": 0.4}, {"step": 2, "success": 0.5}]
             path = make_run(f"{label}{place}-{name}-{seed}", lines, evals, label=label, seed=seed)
@@ -45,6 +45,8 @@ def test_cost_by_hand(measured: Measure) -> None:
     cost = cost_of(ours, clip)
     assert cost.step_seconds == pytest.approx((1.1 + 3.0 + 2.8) / 3)
     assert cost.step_ratio == pytest.approx(1.1)  # of 1.1, 1.0, 1.4: each seed beside its own
+    assert cost.processor_seconds == pytest.approx(2 * cost.step_seconds)
+    assert cost.processor_ratio == pytest.approx(1.1)
     assert cost.memory_bytes == pytest.approx(310e6)
     assert cost.memory_ratio == pytest.approx(1.5)
     assert cost.memory_of == "resident_bytes_max"
@@ -78,12 +80,13 @@ def test_table_json_and_page_show_it(measured: Measure, tmp_path: Path) -> None:
     metric, rows = compare_methods(entries_, "clip")
     text = shown(rows, "clip")
     assert "Cost of a step" in text
-    assert "TROLL 1.25 1.25 1.5 GB 1.5" in text
-    assert "clip 1 1 1 GB 1" in text
+    assert "TROLL 1.25 1.25 2.5 1.25 1.5 GB 1.5" in text
+    assert "clip 1 1 2 1 1 GB 1" in text
     assert "resident set of the process" in text
     data = json.loads(write_comparison(tmp_path / "comparison.json", metric, rows, "clip").read_text())
     assert data["rows"][0]["cost"] == {
         "step_seconds": pytest.approx(1.25), "step_ratio": pytest.approx(1.25), "memory_bytes": 1.5e9,
+        "processor_seconds": pytest.approx(2.5), "processor_ratio": pytest.approx(1.25),
         "memory_of": "resident_bytes_max", "memory_ratio": pytest.approx(1.5),
     }  # fmt: skip
     folders = [entry.run.folder.path for entry in entries_]
@@ -101,7 +104,7 @@ def test_over_a_grid_multiples_are_averaged_as_factors(measured: Measure) -> Non
         for entry in entries(point, measured(label, one, place=point))
     ]
     text = shown(compare_methods(grid, "clip")[1], "clip")
-    assert "TROLL 2 to 8 4 1 GB to 4 GB 2" in text  # sqrt(2 * 8), sqrt(1 * 4)
+    assert "TROLL 2 to 8 4 4 to 16 4 1 GB to 4 GB 2" in text  # sqrt(2 * 8), sqrt(1 * 4)
     assert "2 points of the grid" in text
 
 

@@ -1,8 +1,9 @@
-"""Peaks of memory: against tensors of known size, and what a run keeps of them."""
+"""What a step takes: memory against tensors of known size, processor time, and what a run keeps of it."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from tether.experiments import peak_memory as module
 from tether.experiments.peak_memory import PeakMemory, largest, peak_memory
+from tether.experiments.step_meter import StepMeter
 from tether.experiments.summary import load_runs
 
 MB = 2**20
@@ -90,3 +92,19 @@ def test_a_finished_run_notes_its_largest_peak(make_run: Callable[..., Path]) ->
 def test_of_both_kinds_that_of_the_device_counts() -> None:
     assert largest([{"resident_bytes_max": 9}, {"device_bytes_max": 2}]) == ("device_bytes_max", 2)
     assert largest([{"loss": 1.0}]) is None
+
+
+def test_processor_time_is_work_and_not_waiting() -> None:
+    meter = StepMeter("cpu")
+    meter.begin()
+    time.sleep(0.3)
+    began = time.process_time()
+    while time.process_time() < began + 0.1:
+        pass
+    assert meter.end()["processor_seconds"] == pytest.approx(0.1, abs=0.08)
+
+
+def test_on_a_device_of_its_own_the_processors_time_says_little_and_is_left_out() -> None:
+    meter = StepMeter("mps")
+    meter.begin()
+    assert meter.end() == {}

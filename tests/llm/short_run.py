@@ -61,7 +61,7 @@ def record(folder: Path) -> dict[str, object]:
     """Everything a run wrote that should not depend on the clock or on what else the process holds."""
 
     def lines(path: Path) -> list[dict[str, object]]:
-        of_the_machine = ("time_s", "step_seconds", *MEMORY_METRICS)
+        of_the_machine = ("time_s", "step_seconds", "processor_seconds", *MEMORY_METRICS)
         return [
             {name: value for name, value in json.loads(line).items() if name not in of_the_machine}
             for line in path.read_text().splitlines()

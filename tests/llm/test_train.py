@@ -15,7 +15,8 @@ from short_run import SETTINGS, assert_same_run, config, record, start, steps_lo
 
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.experiments import RunFolder, TrainingProgress
-from tether.experiments.peak_memory import PeakMemory, peak_memory
+from tether.experiments.peak_memory import peak_memory
+from tether.experiments.step_meter import StepMeter
 from tether.llm.callbacks import MetricsCallback
 from tether.llm.compare_config import CompareConfig
 from tether.llm.models import embedded_model_path
@@ -45,37 +46,35 @@ def test_the_second_embedded_model_trains(tmp_path):
     assert all(not started[name].equal(trained[name]) for name in started)
 
 
-def test_a_run_measures_what_memory_its_steps_take(uninterrupted):
+def test_a_run_measures_what_its_steps_take(uninterrupted):
     if peak_memory("cpu") is None:
         pytest.skip("this system keeps no resettable mark of the largest resident set")
-    peaks = [line["resident_bytes_max"] for line in RunFolder.open(uninterrupted).metrics()]
+    lines = RunFolder.open(uninterrupted).metrics()
+    peaks = [line["resident_bytes_max"] for line in lines]
     assert len(peaks) == 16
+    assert all(0 < line["processor_seconds"] < 60 for line in lines)
     assert 0 < max(peaks) < 1e9
     end = json.loads((uninterrupted / "FINISHED").read_text())
     assert end["peak_memory_bytes"] == max(peaks)
 
 
-def test_a_steps_memory_is_read_before_the_evaluation_that_follows(tmp_path):
-    class Scripted(PeakMemory):
-        metric = "device_bytes_max"
+def test_what_a_step_takes_is_read_before_the_evaluation_that_follows(tmp_path):
+    class Scripted(StepMeter):
         highest = 100
 
-        def restart(self):
+        def begin(self):
             self.highest = 0
 
-        def _in_use(self):
-            return 0
+        def end(self):
+            return {"device_bytes_max": self.highest}
 
-        def _highest(self):
-            return self.highest
-
-    memory, settings = Scripted(), config(tmp_path / "run")
+    meter, settings = Scripted("cpu"), config(tmp_path / "run")
     with RunFolder.create(tmp_path / "run", kind="llm", label="x", seed=0, settings={}) as run:
-        callback = MetricsCallback(run, TrainingProgress(1, "x"), settings, memory)
+        callback = MetricsCallback(run, TrainingProgress(1, "x"), settings, meter)
         callback.on_step_begin(None, None, None)
-        memory.highest = 7
+        meter.highest = 7
         callback.on_step_end(None, None, None)
-        memory.highest = 900  # an evaluation
+        meter.highest = 900  # an evaluation
         callback.on_log(None, SimpleNamespace(global_step=1), None, logs={"loss": 0.5})
         assert run.metrics()[0]["device_bytes_max"] == 7
 

@@ -28,6 +28,10 @@ class Cost:
     """Mean over seeds of the mean duration of a step, writing responses included."""
     step_ratio: float | None
     """That as a multiple of the baseline's with the same seed, median over seeds; None for the baseline."""
+    processor_seconds: float | None
+    """The same in processor time of all threads, which other processes disturb less; measured on a CPU."""
+    processor_ratio: float | None
+    """That as a multiple of the baseline's with the same seed, median over seeds; None for the baseline."""
     memory_bytes: float | None
     """Mean over seeds of the most any step took beyond the start of training."""
     memory_of: str | None
@@ -36,12 +40,24 @@ class Cost:
     """That as a multiple of the baseline's with the same seed, median over seeds; None for the baseline."""
 
 
+@dataclass(frozen=True)
+class _Column:
+    """One kind of cost in the table."""
+
+    heading: str
+    value: Callable[[Cost], float | None]
+    ratio: Callable[[Cost], float | None]
+    form: Callable[[float], str]
+
+
 def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost:
     """The cost of a method's runs, beside the baseline's where they are given."""
     kinds = {memory[0] for memory in (run.peak_memory for run in runs) if memory is not None}
     return Cost(
         step_seconds=_mean(map(_step_seconds, runs)),
         step_ratio=_ratio(runs, baseline, _step_seconds),
+        processor_seconds=_mean(map(_processor_seconds, runs)),
+        processor_ratio=_ratio(runs, baseline, _processor_seconds),
         memory_bytes=_mean(map(_bytes, runs)) if len(kinds) == 1 else None,
         memory_of=kinds.pop() if len(kinds) == 1 else None,
         memory_ratio=_ratio(runs, baseline, _bytes) if _one_kind(runs, baseline) else None,
@@ -49,21 +65,22 @@ def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost
 
 
 def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | None:
-    """One line a method: seconds and memory of a step, and as multiples of the baseline's.
+    """One line a method: time, processor time and memory of a step, and as multiples of the baseline's.
 
     Args:
         costs: of each method, at every point of the grid at which it has runs.
         baseline: the method whose cost is 1.
 
     Returns:
-        None where no method has both a time or a memory and the baseline's to compare it with.
+        None where there is nothing to compare: a single method, or runs that measured none of it.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     every = [cost for group in costs.values() for cost in group]
-    if all(cost.step_ratio is None and cost.memory_ratio is None for cost in every):
+    columns = [column for column in _COLUMNS if any(column.ratio(cost) is not None for cost in every)]
+    if not columns:
         return None
     table = Table(
         title="Cost of a step",
@@ -74,17 +91,16 @@ def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | No
         pad_edge=False,
     )
     table.add_column("method", overflow="fold", min_width=12)
-    for heading in ("seconds", f"x {baseline}", "memory", f"x {baseline}"):
-        table.add_column(heading, justify="right")
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+        table.add_column(f"x {baseline}", justify="right")
     for method, group in costs.items():
-        own = method == baseline
-        table.add_row(
-            Text(method),
-            _range([cost.step_seconds for cost in group], lambda value: f"{value:.3g}"),
-            "1" if own else _factor(cost.step_ratio for cost in group),
-            _range([cost.memory_bytes for cost in group], format_bytes),
-            "1" if own else _factor(cost.memory_ratio for cost in group),
-        )
+        cells = []
+        for column in columns:
+            ratios = [column.ratio(cost) for cost in group]
+            cells.append(_range([column.value(cost) for cost in group], column.form))
+            cells.append("1" if method == baseline else _factor(ratios))
+        table.add_row(Text(method), *cells)
     return table
 
 
@@ -111,6 +127,19 @@ def format_bytes(value: float | None) -> str:
     return f"{value / 1e3:.3g} kB"
 
 
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+_COLUMNS = (
+    _Column("seconds", lambda cost: cost.step_seconds, lambda cost: cost.step_ratio, _three_digits),
+    _Column(
+        "processor", lambda cost: cost.processor_seconds, lambda cost: cost.processor_ratio, _three_digits
+    ),
+    _Column("memory", lambda cost: cost.memory_bytes, lambda cost: cost.memory_ratio, format_bytes),
+)
+
+
 def _caption(costs: Sequence[Cost], baseline: str, points: int) -> str:
     """How the columns were formed, and of what the memory is."""
     kinds = sorted({MEMORY_METRICS[cost.memory_of] for cost in costs if cost.memory_of is not None})
@@ -121,6 +150,11 @@ def _caption(costs: Sequence[Cost], baseline: str, points: int) -> str:
 
 def _step_seconds(run: RunData) -> float | None:
     seconds = run.values("step_seconds")
+    return float(np.mean(seconds)) if seconds.size else None
+
+
+def _processor_seconds(run: RunData) -> float | None:
+    seconds = run.values("processor_seconds")
     return float(np.mean(seconds)) if seconds.size else None
 
 

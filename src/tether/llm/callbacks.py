@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
-from tether.experiments.peak_memory import PeakMemory
+from tether.experiments.step_meter import StepMeter
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Whereabouts
@@ -75,7 +75,7 @@ _SAMPLED_RESPONSES = 12
 class MetricsCallback(TrainerCallback):
     """Write each step's numbers to the run folder and the progress display.
 
-    Add it before what evaluates, so that a step's memory is that of writing responses and of the update.
+    Add it before what evaluates, so that a step's cost is that of writing responses and of the update.
     """
 
     def __init__(
@@ -83,23 +83,21 @@ class MetricsCallback(TrainerCallback):
         run: RunFolder,
         progress: TrainingProgress,
         config: TrainConfig,
-        memory: PeakMemory | None = None,
+        meter: StepMeter,
     ) -> None:
         self._run = run
         self._progress = progress
         self._responses = config.prompts_per_rollout * config.responses_per_prompt
-        self._memory = memory
-        self._peak: dict[str, int] = {}
+        self._meter = meter
+        self._taken: dict[str, float] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure this step's memory alone."""
-        if self._memory is not None:
-            self._memory.restart()
+        """Measure this step alone."""
+        self._meter.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the step's peak before an evaluation can raise it."""
-        if self._memory is not None:
-            self._peak = {self._memory.metric: self._memory.peak()}
+        """Take what the step took before an evaluation can add to it."""
+        self._taken = self._meter.end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Rename what TRL logged and write it down."""
@@ -109,7 +107,7 @@ class MetricsCallback(TrainerCallback):
         numbers |= {name: float(value) for name, value in logs.items() if name.startswith(PARTS)}
         if "truncated" in numbers:  # logged where responses were written: a share, and how many that is
             numbers["truncated_responses"] = round(numbers["truncated"] * self._responses)
-        numbers |= self._peak
+        numbers |= self._taken
         self._run.log(state.global_step, **numbers)
         self._progress.update(state.global_step, **numbers)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
-from tether.experiments.peak_memory import peak_memory
 from tether.experiments.run_config import CONFIG_FILE
+from tether.experiments.step_meter import StepMeter
 from tether.llm.config import TrainConfig
 from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
@@ -213,8 +213,8 @@ def _add_callbacks(
     trainer.add_callback(FiniteGradients())
     if run is not None:
         # From here on memory counts: the model is loaded, the checkpoint to continue from is not.
-        memory = peak_memory(trainer.accelerator.device)
-        trainer.add_callback(MetricsCallback(run, progress, config, memory))
+        meter = StepMeter(trainer.accelerator.device)
+        trainer.add_callback(MetricsCallback(run, progress, config, meter))
         if "tensorboard" in config.report_to:
             trainer.add_callback(tensorboard_callback(run.path / "tensorboard" / "trl"))
     trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, where))
