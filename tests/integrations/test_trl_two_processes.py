@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_language_model import make_tiny_model
 from two_processes_worker import SAME_GLOBAL_BATCH, scripted_trainer
+
+from ranks import run_two_ranks
 
 WORKER = Path(__file__).with_name("two_processes_worker.py")
 
@@ -29,32 +28,10 @@ def _free_port() -> int:
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder two processes filled; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("two")
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(output)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=400) for worker in workers]
-    finally:
-        for worker, log in zip(workers, logs, strict=True):
-            worker.kill()
-            log.close()
-    tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
-    assert codes == [0, 0], tails
+    run_two_ranks(
+        WORKER, output, output=output, timeout=400,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), TRL_EXPERIMENTAL_SILENCE="1",
+    )  # fmt: skip
     return output
 
 

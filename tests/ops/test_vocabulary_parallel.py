@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import torch.distributed as dist
 from naive_head import SETTINGS, make_inputs
 
+from ranks import run_two_ranks
 from tether.errors import InvalidInputError
 from tether.ops import vocabulary_parallel
 from tether.ops.shards import VocabularyShard
@@ -26,24 +24,7 @@ Differences = dict[str, dict[str, float]]
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
     """What each of two processes found; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("shards")
-    logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(output), str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=200) for worker in workers]
-    finally:
-        for worker, log in zip(workers, logs, strict=True):
-            worker.kill()
-            log.close()
-    tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
-    assert codes == [0, 0], tails
+    run_two_ranks(WORKER, output, output=output, timeout=200)
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,6 +1,6 @@
 """One of two processes that share a vocabulary over gloo; started by test_vocabulary_parallel.py.
 
-    python vocabulary_parallel_worker.py OUT RANK
+    python vocabulary_parallel_worker.py OUT      with RANK set
 
 Writes OUT/RANK.json: by scenario, the largest difference of each quantity to one process with the whole head.
 """
@@ -183,7 +183,7 @@ def gathered_heads() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    output, rank = Path(sys.argv[1]), int(sys.argv[2])
+    output, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{output}/store", rank=rank, world_size=2)
     found = every_setting() | nasty() | half_precision() | on_triton() | gathered_heads()

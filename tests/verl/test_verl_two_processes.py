@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,8 @@ from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import load_file
 from two_ranks_worker import CASES, UPDATES
 
+from ranks import run_two_ranks
+
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
 
@@ -22,26 +21,7 @@ WORKER = Path(__file__).with_name("two_ranks_worker.py")
 def together(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder two processes filled; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("two")
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(model), str(output)],
-            cwd=WORKER.parent,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": "0"},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [worker.wait(timeout=250) for worker in workers]
-    finally:
-        for worker, log in zip(workers, logs, strict=True):
-            worker.kill()
-            log.close()
-    tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
-    assert codes == [0, 0], tails
+    run_two_ranks(WORKER, model, output, output=output, timeout=250, cwd=WORKER.parent, LOCAL_RANK="0")
     return output
 
 

@@ -1,0 +1,56 @@
+"""A script started twice, as the two processes of a group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def run_two_ranks(
+    script: Path,
+    *arguments: object,
+    output: Path,
+    timeout: float,
+    cwd: Path | None = None,
+    **environment: str,
+) -> None:
+    """Run a script as ranks 0 and 1 and wait for both; their words are kept as OUTPUT/log-RANK.
+
+    Ranks, the number of processes and one thread each are in the environment, with whatever else is given.
+    One that fails ends the other, which would wait for it, and fails the test with both their last words.
+    """
+    common = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = _wait(ranks, timeout)
+    finally:
+        for rank, log in zip(ranks, logs, strict=True):
+            rank.kill()
+            rank.wait()
+            log.close()
+    tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
+    assert codes == [0, 0], f"exit codes {codes} (None: after {timeout} s, or the other's failure)\n{tails}"
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Exit codes, once both are through, one has failed or the time is over."""
+    end = time.monotonic() + timeout
+    codes = [rank.poll() for rank in ranks]
+    while None in codes and not any(codes) and time.monotonic() < end:
+        time.sleep(0.05)
+        codes = [rank.poll() for rank in ranks]
+    return codes
