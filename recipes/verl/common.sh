@@ -3,6 +3,7 @@
 # Environment:
 #   METHOD   troll (default), clip, gspo, gspo-troll, dppo
 #   MODEL    a Hugging Face name or folder
+#   DATA     the folder that prepare_data.py filled
 #   NODES, GPUS   machines, and GPUs on each
 #   OUTPUT   where checkpoints go
 #   DRY_RUN=1     print the overrides, one a line, and start nothing
@@ -94,7 +95,26 @@ engine_overrides() {
         trainer.nnodes="$NODES"
 }
 
-launch() { # all overrides, later ones winning; then what was given on the command line
+# What a run reads and writes, by the recipe's name.
+run_overrides() {
+    local name=$1 data=${DATA:-data/$1}
+    printf '%s\n' \
+        actor_rollout_ref.model.path="$MODEL" \
+        data.train_files="$data/train.parquet" \
+        data.val_files="$data/test.parquet" \
+        data.filter_overlong_prompts=True \
+        trainer.project_name=tether \
+        trainer.experiment_name="$name-$METHOD" \
+        trainer.logger='["console","tensorboard"]' \
+        trainer.default_local_dir="${OUTPUT:-runs/verl/$name-$METHOD}"
+}
+
+launch() { # the recipe's name, its own overrides, then the command line's: later ones win
+    local name=$1 method overrides
+    shift
+    method=$(method_overrides) # on a line of its own, where its failure ends the script
+    mapfile -t overrides < <(paper_overrides && engine_overrides && run_overrides "$name" && echo "$method")
+    set -- "${overrides[@]}" "$@"
     if [ -n "${DRY_RUN:-}" ]; then
         printf '%s\n' "$@"
         return

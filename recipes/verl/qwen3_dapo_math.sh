@@ -11,27 +11,15 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}
-DATA=${DATA:-data/dapo-math}
-OUTPUT=${OUTPUT:-runs/verl/dapo-math-$METHOD}
 
-method=$(method_overrides)
-mapfile -t overrides < <(paper_overrides && engine_overrides && echo "$method")
-launch "${overrides[@]}" \
-    actor_rollout_ref.model.path="$MODEL" \
-    data.train_files="$DATA/train.parquet" \
-    data.val_files="$DATA/test.parquet" \
+launch dapo-math \
     data.max_prompt_length=2048 \
     data.max_response_length=4096 \
-    data.filter_overlong_prompts=True \
     data.truncation=left \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=12288 \
     actor_rollout_ref.actor.fsdp_config.param_offload=True \
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    trainer.project_name=tether \
-    trainer.experiment_name="dapo-math-$METHOD" \
-    trainer.logger='["console","tensorboard"]' \
-    trainer.default_local_dir="$OUTPUT" \
     trainer.save_freq=20 \
     trainer.test_freq=10 \
     trainer.total_epochs=10 \
