@@ -80,13 +80,14 @@ bench: $(VENV)/.bench  ## what the trust region costs, against the clip and othe
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of it.
+# One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
 $(STUDIES): study-%: $(VENV)/.train
-	$(STUDY) $(wildcard benchmarks/studies/$*.yaml benchmarks/studies/$*-*.yaml)
+	@set -e; for grid in $(sort $(wildcard benchmarks/studies/$*.yaml benchmarks/studies/$*-*.yaml)); do \
+		echo "== $$grid"; $(STUDY) $$grid; done
 
 study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-i
 	$(STUDY) benchmarks/studies/quick/b.yaml
