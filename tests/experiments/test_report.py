@@ -12,9 +12,9 @@ import pytest
 from tether.errors import CheckpointError
 from tether.experiments import write_report
 from tether.experiments.report import page as page_module
-from tether.experiments.report.page import compare_settings, mixed_labels
 from tether.experiments.report.panels import LLM_PANELS, _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
+from tether.experiments.report.settings import compare_settings, mixed_labels
 from tether.experiments.statistics import bootstrap_interval
 from tether.experiments.summary import load_runs
 
@@ -152,7 +152,7 @@ def test_each_plot_has_a_light_and_a_dark_face(page: Page) -> None:
 def test_the_headline_table_holds_hand_computed_numbers(page: Page) -> None:
     interval = bootstrap_interval(FINALS["TROLL"])
     for shown in (
-        "3 (0, 1, 2) 30.0 % 65.0 %",
+        "3 seeds 0, 1, 2 30.0 % 65.0 %",
         f"({100 * interval.low:.1f}-{100 * interval.high:.1f})",
         "+35.0 points",
         "+16.0 points",
@@ -203,6 +203,62 @@ def test_settings_are_split_into_shared_and_differing(folder: Path) -> None:
         "optimizer.learning_rate": {"TROLL": "0.0003", "clip": "0.0001"},
         "trust_region": {"TROLL": "troll", "clip": "clip"},
     }
+
+
+def test_a_setting_that_differs_within_a_label_is_given_with_each_value_once(make_run: WriteRun) -> None:
+    """Values may hold commas, and a name that follows the label is no setting."""
+    paths = [
+        make_run(
+            f"{label}{seed}", [{"reward": 0.5}], label=label, seed=seed,
+            settings={"name": label, "clip": label, "note": "a, b" if seed % 2 else "c"},
+        )
+        for label in ("low 1, high 2", "none")
+        for seed in range(4)
+    ]  # fmt: skip
+    _, differing = compare_settings(load_runs(paths))
+    assert differing == {
+        "clip": {"low 1, high 2": "low 1, high 2", "none": "none"},
+        "note": {"low 1, high 2": "c or a, b", "none": "c or a, b"},
+    }
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory, write_run: WriteRun) -> Page:
+    """The report of more methods than have a colour, each of two seeds that differ in a setting."""
+    root = tmp_path_factory.mktemp("grid")
+    for i in range(11):
+        for seed in range(2):
+            write_run(
+                root / "runs" / f"{i}-{seed}", [],
+                [{"step": 0, "success": 0.1}, {"step": 1, "success": 0.5 + i / 50 + 0.2 * seed}],
+                label=f"method {i}", seed=seed, settings={"knob": i, "tail": seed},
+            )  # fmt: skip
+    write_report([root / "runs"], root / "out")
+    return Page(root / "out" / "report.html")
+
+
+def test_many_methods_stand_best_first_and_few_are_named(grid: Page) -> None:
+    assert "11 methods" in grid.text
+    assert "does not set it apart from method 9, method 8, method 7 and 7 more." in grid.text
+    places = [grid.text.index(f"method {i} 2 seeds 0, 1") for i in reversed(range(11))]
+    assert places == sorted(places)
+    assert "In colour the 7 methods that end highest, in grey the means of the other 4." in grid.text
+
+
+def test_warnings_of_many_methods_are_one(grid: Page) -> None:
+    assert len(grid.of_class("warning")) == 1
+    assert "11 labels are not one method each: their runs differ in tail" in grid.text
+
+
+def test_settings_of_many_methods_have_a_row_a_method(grid: Page) -> None:
+    assert "What differs method knob tail method 10 10 0 or 1 method 9 9 0 or 1" in grid.text
+
+
+def test_a_single_run_is_not_described_by_bands_it_does_not_have(make_run: WriteRun, tmp_path: Path) -> None:
+    evals = [{"step": step, "success": step / 4} for step in range(3)]
+    page = Page(write_report([make_run("a", [], evals)], tmp_path / "out"))
+    assert "band" not in page.text
+    assert "Each line is a single run" in page.text
 
 
 def test_a_label_that_covers_two_methods_is_found(make_run: WriteRun) -> None:

@@ -101,6 +101,12 @@ def test_runs_may_name_what_they_are_compared_by(make_run: MakeRun) -> None:
     assert {line.metric for line in summarise(load_runs([path, other]))} == {"success"}
 
 
+def test_methods_stand_best_first_and_those_without_a_result_last(make_run: MakeRun) -> None:
+    finals = {"low": 0.2, "high": 0.9, "unknown": math.nan, "middle": 0.5}
+    paths = [make_run(name, [], [{"step": 0, "success": y}], label=name) for name, y in finals.items()]
+    assert [line.label for line in summarise(load_runs(paths))] == ["high", "middle", "low", "unknown"]
+
+
 def test_a_headline_is_found_in_evaluations_of_the_mean_policy(make_run: MakeRun) -> None:
     """Training measures the height of samples, an evaluation that of the mean motion; success stays at 0."""
     evals = [{"step": step, "success_greedy": 0.0, "height_greedy": 1.5 + step / 4} for step in (0, 1)]

@@ -31,17 +31,19 @@ class Colours:
     text: str
     muted: str
     grid: str
+    crowd: str
+    """Lines in the background."""
     cycle: tuple[str, ...]
     """Okabe and Ito's colours, lightened for the dark theme: told apart without green or red cones, too."""
 
 
 COLOURS: dict[Theme, Colours] = {
     "light": Colours(
-        "#ffffff", "#1b2430", "#5d6876", "#e4e8ee",
+        "#ffffff", "#1b2430", "#5d6876", "#e4e8ee", "#bdc4cc",
         ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b2e83", "#666666"),
     ),
     "dark": Colours(
-        "#161b22", "#e6edf3", "#9aa7b4", "#2b333d",
+        "#161b22", "#e6edf3", "#9aa7b4", "#2b333d", "#4a545f",
         ("#3fa7ee", "#f0762b", "#17b584", "#ee9fd0", "#f7dc6f", "#a9e0ff", "#8a5cff", "#858585"),
     ),
 }  # fmt: skip
@@ -351,7 +353,7 @@ def _draw_background(axes: Axes, curves: list[Curve], theme: Theme) -> None:
     """The mean of the runs of a label nobody is to look for."""
     band = band_of(curves) if len(curves) > 1 else None
     x, y = (band.x, band.mean) if band is not None else (curves[0].x, curves[0].y)
-    axes.plot(x, y, color=COLOURS[theme].muted, linewidth=0.8, alpha=0.4, zorder=1.5)
+    axes.plot(x, y, color=COLOURS[theme].crowd, linewidth=0.8, zorder=1.5)
 
 
 def _scale(axes: Axes, panel: Panel) -> None:

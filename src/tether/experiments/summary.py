@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,8 @@ HEADLINES = ("success", "success_greedy", "return_mean", "return_greedy", "rewar
 Runs whose settings name another metric as their ``headline`` are compared by that, or by its evaluations of
 the mean policy (``_greedy``).
 """
+
+_UNITS = {"max_height": "m"}
 
 
 @dataclass(frozen=True)
@@ -203,9 +206,23 @@ def headline_metric(runs: Sequence[RunData]) -> str | None:
 
 
 def summarise(runs: Sequence[RunData]) -> list[MethodSummary]:
-    """One line a label: the headline metric at start and end, the KL, the time."""
+    """One line a label, the best first: the headline metric at start and end, the KL, the time."""
     metric = headline_metric(runs) or HEADLINES[0]
-    return [_summary(label, group, metric) for label, group in by_label(runs).items()]
+    lines = [_summary(label, group, metric) for label, group in by_label(runs).items()]
+    return sorted(lines, key=lambda line: -math.inf if line.final is None else line.final.value, reverse=True)
+
+
+def metric_text(name: str) -> str:
+    """A metric in words, with its unit where it has one.
+
+    >>> metric_text("success_greedy"), metric_text("max_height_greedy")
+    ('greedy success', 'max height of the mean motion (m)')
+    """
+    if name == "success_greedy":
+        return "greedy success"
+    measure = name.removesuffix("_greedy")
+    words = measure.replace("_", " ") + (" of the mean motion" if measure != name else "")
+    return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
 
 
 def results_table(summaries: Sequence[MethodSummary]) -> Table:
@@ -219,10 +236,12 @@ def results_table(summaries: Sequence[MethodSummary]) -> Table:
         from rich.text import Text
     except ImportError as error:
         raise MissingDependencyError("The results table needs rich: pip install 'tether-rl[cli]'.") from error
-    name = summaries[0].metric.replace("_", " ").capitalize() if summaries else "Success"
+    name = metric_text(summaries[0].metric) if summaries else "success"
     over = " and ".join(sorted({summary.over for summary in summaries} - {"nothing"}))
     caption = f"intervals: 95 % over {over}" if over else "no intervals: one run, unknown number of problems"
-    table = Table(title=name, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=name[:1].upper() + name[1:], caption=caption, title_justify="left", caption_justify="left"
+    )
     table.add_column("method", style="bold", min_width=10)
     for heading in ("seeds", "start", "final", "gain", "time"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,18 @@ from tether.errors import MissingDependencyError
 from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.progress import format_duration
-from tether.experiments.report.panels import Picture, other_pictures, pictures
+from tether.experiments.report.panels import MOST_COLOURED, Picture, other_pictures, pictures
 from tether.experiments.report.responses import samples
-from tether.experiments.report.tinted import visible
-from tether.experiments.run_config import flatten_settings, now
+from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
+from tether.experiments.report.words import date_text, two_lines
+from tether.experiments.run_config import now
 from tether.experiments.summary import (
     MethodSummary,
     RunData,
-    by_label,
     format_gain,
     format_interval,
     load_runs,
+    metric_text,
     summarise,
 )
 
@@ -34,6 +35,8 @@ MEDIA = {
 }  # fmt: skip
 EMBEDDED_BYTES = 8 * 2**20
 """Pictures and videos up to this size stand in the page; larger ones are named only."""
+NAMED_RIVALS = 3
+"""So many methods the sentence on the outcome names; the others it counts."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def write_report(
     out = Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
     plots, others = pictures(runs), other_pictures(runs)
-    html = _render(runs, plots, others, title or _title(runs), comparison)
+    html = _render(runs, plots, others, title, comparison)
     folder = page.with_name(f"{page.stem}-plots")
     for picture in [*plots, *others]:
         for theme, png in picture.png.items():
@@ -92,22 +95,24 @@ def _render(
     runs: list[RunData],
     plots: list[Picture],
     others: list[Picture],
-    title: str,
+    title: str | None,
     comparison: tuple[str, Sequence[Row], str | None] | None,
 ) -> str:
     summaries = summarise(runs)
     shared, differing = compare_settings(runs)
     return _template().render(
-        title=title,
+        title=title or _title(runs, [summary.label for summary in summaries]),
         kind=runs[0].config.kind,
-        created=now(),
+        created=date_text(now()),
         lead=_lead(summaries),
         summaries=[_summary_row(summary) for summary in summaries],
-        metric=summaries[0].metric.replace("_", " "),
+        metric=metric_text(summaries[0].metric),
         over=sorted({summary.over for summary in summaries}),
         few_seeds=any(1 < len(summary.seeds) < 5 for summary in summaries),
         unfinished=[_run_name(run) for run in runs if not run.folder.finished],
-        mixed_labels=mixed_labels(runs),
+        banded=any(len(summary.seeds) > 1 for summary in summaries),
+        coloured=MOST_COLOURED,
+        mixed=by_difference(mixed_labels(runs)),
         columns=[name for name in ("kl_mean", "kl_max", "projected") if _any(summaries, name)],
         comparison=_comparison(comparison),
         plots=[_embedded(picture) for picture in plots],
@@ -116,7 +121,7 @@ def _render(
         media=_media(runs),
         shared=shared,
         differing=differing,
-        labels=list(by_label(runs)),
+        labels=[summary.label for summary in summaries],
         runs=[_run_row(run) for run in runs],
         versions=_versions(runs),
     )
@@ -128,11 +133,11 @@ def _comparison(comparison: tuple[str, Sequence[Row], str | None] | None) -> dic
         return None
     metric, rows, baseline = comparison
     points = {
-        point: [{name: _two_lines(text) for name, text in cells_of(row, metric).items()} for row in group]
+        point: [{name: two_lines(text) for name, text in cells_of(row, metric).items()} for row in group]
         for point, group in by_point(rows).items()
     }
     columns = list(next(iter(points.values()))[0])
-    return {"baseline": baseline, "metric": metric.replace("_", " "), "columns": columns, "points": points}
+    return {"baseline": baseline, "metric": metric_text(metric), "columns": columns, "points": points}
 
 
 def _template() -> Any:
@@ -150,40 +155,6 @@ def _template() -> Any:
     return environment.get_template(TEMPLATE)
 
 
-def compare_settings(runs: Sequence[RunData]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """(settings all runs share, settings that differ: name -> label -> its values), by dotted names."""
-    flat = [flatten_settings(run.config.settings) for run in runs]
-    shared: dict[str, str] = {}
-    differing: dict[str, dict[str, str]] = {}
-    for name in sorted(set().union(*flat)):
-        texts = [_setting(settings[name]) if name in settings else "-" for settings in flat]
-        if len(set(texts)) == 1:
-            shared[name] = texts[0]
-            continue
-        differing[name] = {}
-        for run, text in zip(runs, texts, strict=True):
-            known = differing[name].get(run.config.label)
-            if known is None:
-                differing[name][run.config.label] = text
-            elif text not in known.split(", "):
-                differing[name][run.config.label] = f"{known}, {text}"
-    return shared, differing
-
-
-def mixed_labels(runs: Sequence[RunData]) -> dict[str, list[str]]:
-    """Labels whose runs are not seeds of one method: label -> the settings in which they differ."""
-    mixed = {}
-    for label, group in by_label(runs).items():
-        flat = [flatten_settings(run.config.settings) for run in group]
-        names = sorted(set().union(*flat))
-        different = [name for name in names if len({_setting(one.get(name)) for one in flat}) > 1]
-        different = [name for name in different if name != "seed"]
-        seeds = [run.config.seed for run in group]
-        if different or len(set(seeds)) < len(seeds):
-            mixed[label] = different or ["nothing but their folder: a seed appears twice"]
-    return mixed
-
-
 def _lead(summaries: Sequence[MethodSummary]) -> str:
     """The outcome in one sentence, claiming no more than the intervals do."""
     known = [summary for summary in summaries if summary.final is not None]
@@ -192,7 +163,7 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
     so_far = "" if all(summary.finished for summary in known) else "So far: "
     best = max(known, key=lambda summary: summary.final.value if summary.final else -math.inf)
     assert best.final is not None
-    name = best.metric.replace("_", " ")
+    name = metric_text(best.metric)
     value = format_interval(best.final, best.is_fraction)
     if len(known) == 1:
         start = format_interval(best.start, best.is_fraction)
@@ -204,7 +175,9 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
     rivals = [summary for summary in known if summary is not best]
     close = [rival.label for rival in rivals if rival.final and rival.final.high >= best.final.low]
     if close:
-        return f"{outcome}, but its interval does not set it apart from {', '.join(close)}."
+        left = len(close) - NAMED_RIVALS
+        named = ", ".join(close[:NAMED_RIVALS]) + (f" and {left} more" if left > 0 else "")
+        return f"{outcome}, but its interval does not set it apart from {named}."
     seeds = "" if over == {"seeds"} else "; other seeds may end otherwise"
     return f"{outcome}; its interval lies above all others{seeds}."
 
@@ -214,21 +187,15 @@ def _summary_row(summary: MethodSummary) -> dict[str, Any]:
         "label": summary.label,
         "finished": summary.finished,
         "seeds": _seeds(summary.seeds),
-        "start": _two_lines(format_interval(summary.start, summary.is_fraction)),
-        "final": _two_lines(format_interval(summary.final, summary.is_fraction)),
-        "gain": _two_lines(format_gain(summary.gain, summary.is_fraction)),
+        "start": two_lines(format_interval(summary.start, summary.is_fraction)),
+        "final": two_lines(format_interval(summary.final, summary.is_fraction)),
+        "gain": two_lines(format_gain(summary.gain, summary.is_fraction)),
         "kl_mean": _number(summary.kl_mean),
         "kl_max": _number(summary.kl_max),
         "projected": "-" if summary.projected is None else f"{100 * summary.projected:.3g} %",
         "step_seconds": "-" if summary.step_seconds is None else f"{summary.step_seconds:.3g}",
         "run_time": format_duration(summary.run_seconds),
     }
-
-
-def _two_lines(text: str) -> tuple[str, str]:
-    """A value and its interval, "50 % (40-60)", apart."""
-    value, opened, interval = text.partition(" (")
-    return value, opened.strip() + interval
 
 
 def _run_row(run: RunData) -> dict[str, str]:
@@ -239,7 +206,7 @@ def _run_row(run: RunData) -> dict[str, str]:
         "steps": str(run.steps),
         "state": "finished" if run.folder.finished else "unfinished",
         "time": format_duration(run.seconds),
-        "started": run.config.started,
+        "started": date_text(run.config.started),
     }
 
 
@@ -276,8 +243,7 @@ def _versions(runs: Sequence[RunData]) -> dict[str, str]:
     return {name: ", ".join(found) for name, found in values.items()}
 
 
-def _title(runs: Sequence[RunData]) -> str:
-    labels = list(by_label(runs))
+def _title(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     named = " against ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods"
     settings = runs[0].config.settings
     subject = settings.get("task") or settings.get("env") or settings.get("env_id")
@@ -288,15 +254,11 @@ def _run_name(run: RunData) -> str:
     return f"{run.config.label}, seed {run.config.seed}"
 
 
-def _seeds(seeds: Sequence[int]) -> str:
+def _seeds(seeds: Sequence[int]) -> tuple[str, str]:
+    """How many, and which if they are few."""
     listed = ", ".join(map(str, seeds))
-    return f"{len(seeds)} ({listed})" if len(seeds) <= 6 else str(len(seeds))
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{}" if not value else str(dict(value))
-    return "-" if value is None else visible(str(value))
+    named = f"seed{'s' if len(seeds) > 1 else ''} {listed}" if len(seeds) <= 6 else ""
+    return str(len(seeds)), named
 
 
 def _number(value: float | None) -> str:

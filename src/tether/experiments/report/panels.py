@@ -12,12 +12,22 @@ import numpy as np
 from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.statistics import Curve, Statistic, block_curve
-from tether.experiments.summary import RunData, by_label, headline_metric, own_headlines
+from tether.experiments.summary import (
+    RunData,
+    by_label,
+    headline_metric,
+    metric_text,
+    own_headlines,
+    summarise,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 THEMES: tuple[Theme, ...] = ("light", "dark")
+
+MOST_COLOURED = 7
+"""So many methods, those that end highest, have a colour and a name; the others are grey."""
 
 _TRAINING, _EVALUATION = "metrics", "evals"
 
@@ -134,8 +144,9 @@ _PANELS_A_PICTURE = 12
 def pictures(runs: Sequence[RunData]) -> list[Picture]:
     """The plots of the kind of run, those that have numbers."""
     made = []
+    background = in_background(runs)
     for spec in _specs(runs):
-        panel = _panel(runs, spec)
+        panel = _panel(runs, spec, background)
         if panel is not None:
             name = f"{'eval-' if spec.source == _EVALUATION else ''}{spec.metric}"
             made.append(_picture(name, spec.title, spec.caption, _of_panel(panel)))
@@ -152,11 +163,12 @@ def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
     named = {(_TRAINING, name) for run in runs for name in run.names} | {
         (_EVALUATION, name) for run in runs for name in run.eval_names
     }
+    background = in_background(runs)
     left = sorted(pair for pair in named - shown if pair[1] not in _NOT_METRICS)
     panels = []
     for source, name in left:
         title = name if source == _TRAINING else f"{name} (evaluation)"
-        panel = _panel(runs, Spec(name, title, "", "", source=source))
+        panel = _panel(runs, Spec(name, title, "", "", source=source), background)
         if panel is not None:
             panels.append(panel)
     made = []
@@ -166,6 +178,13 @@ def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
         figures = {theme: small_multiples(some, theme) for theme in THEMES}
         made.append(_picture(f"all-metrics-{number}", f"All other metrics, part {number}", "", figures))
     return made
+
+
+def in_background(runs: Sequence[RunData]) -> frozenset[str]:
+    """The labels that are too many to be told apart by colour."""
+    if len(by_label(runs)) <= MOST_COLOURED:
+        return frozenset()
+    return frozenset(summary.label for summary in summarise(runs)[MOST_COLOURED:])
 
 
 def bounds(runs: Sequence[RunData], setting: str) -> dict[str, float]:
@@ -188,16 +207,18 @@ def _specs(runs: Sequence[RunData]) -> tuple[Spec, ...]:
     if headline is None or any(spec.metric == headline for spec in specs):
         return specs
     evaluated = any(headline in run.eval_names for run in runs)
-    name = headline.replace("_", " ")
-    text = "What these runs are compared by."
+    name = metric_text(headline)
+    text = "What these runs are compared by, at each evaluation."
     if headline in own_headlines(runs):
         # Judged by another number, such a task may define no success: a curve at 0 would look like a failure.
         specs = tuple(spec for spec in specs if spec.metric not in ("success", "success_greedy"))
-    own = Spec(headline, name.capitalize(), name, text, source=_EVALUATION if evaluated else _TRAINING)
+    own = Spec(
+        headline, name[:1].upper() + name[1:], name, text, source=_EVALUATION if evaluated else _TRAINING
+    )
     return (own, *specs)
 
 
-def _panel(runs: Sequence[RunData], spec: Spec) -> Panel | None:
+def _panel(runs: Sequence[RunData], spec: Spec, background: frozenset[str] = frozenset()) -> Panel | None:
     curves: dict[str, list[Curve]] = {}
     for label, group in by_label(runs).items():
         evaluated = spec.source == _EVALUATION
@@ -216,6 +237,7 @@ def _panel(runs: Sequence[RunData], spec: Spec) -> Panel | None:
     return Panel(
         title=spec.title,
         curves=curves,
+        background=background,
         x_label=f"{x_label} ({'maxima' if spec.maximum else 'means'} of {size})" if size > 1 else x_label,
         y_label=spec.y_label,
         log=spec.log,
