@@ -8,7 +8,7 @@ the studies. The build fails on a public name without a docstring; broken links 
 from __future__ import annotations
 
 import ast
-import json
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-RESULTS = ROOT / "benchmarks" / "results" / "studies"
 
 #: The public modules, by the chapter of the reference they stand in.
 REFERENCE: dict[str, tuple[str, ...]] = {
@@ -29,7 +28,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.projection.certificate",
         "tether.projection.compact",
     ),
-    "LM heads": ("tether.ops.linear", "tether.ops.trust_region"),
+    "LM heads": ("tether.ops.linear", "tether.ops.trust_region", "tether.ops.found"),
     "Losses": ("tether.losses.base", "tether.losses.aggregate", "tether.losses.value_clip"),
     "Advantages": ("tether.advantages",),
     "TRL": (
@@ -67,19 +66,6 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.experiments.report",
     ),
     "Errors": ("tether.errors",),
-}
-
-_STUDIES = {
-    "a": "trust region by estimator",
-    "b": "staleness",
-    "c": "GSPO's ratio",
-    "d": "TROLL's settings",
-    "e": "learning rates",
-    "g": "keeping the network inside",
-    "h": "the longer task",
-    "quick-a": "trust region by estimator, small",
-    "quick-b": "staleness, small",
-    "quick-c": "GSPO's ratio, small",
 }
 
 
@@ -133,6 +119,7 @@ def written_pages() -> dict[str, str]:
     """Every page that is written here: its path and its text."""
     pages = {f"methods/{name}.md": method_page(name) for name in method_names()}
     pages["papers.md"] = papers_page()
+    pages["study_results.md"] = study_tables().results_page()
     for chapter, modules in REFERENCE.items():
         pages[f"reference/{_slug(chapter)}.md"] = "\n\n".join(
             [f"# {chapter}", *(f"::: {module}" for module in modules)]
@@ -161,32 +148,9 @@ def method_page(name: str) -> str:
             "## Checked against",
             "\n".join(checked),
             "## What we measured",
-            results_of(name),
+            study_tables().results_of(name),
         ]
     )
-
-
-def results_of(name: str) -> str:
-    """The method's rows of every study that has any."""
-    lines = []
-    for study, subject in _STUDIES.items():
-        path = RESULTS / study / "comparison.json"
-        if not path.is_file():
-            continue
-        table = json.loads(path.read_text())
-        for row in table["rows"]:
-            if _method_of(row["method"]) == name:
-                lines.append(_result_line(study, subject, row, table["baseline"]))
-    if not lines:
-        return "Nothing yet: no finished run of a [study](../studies.md) has this method."
-    head = [
-        "| study | where | setting | seeds | final success | against the baseline | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    note = (
-        "95 % bootstrap intervals over seeds; verdicts by permutation test. See [the studies](../studies.md)."
-    )
-    return "\n".join([*head, *lines]) + "\n\n" + note
 
 
 def papers_page() -> str:
@@ -243,14 +207,22 @@ def guides() -> list[Path]:
 # ---------------------------------------------------------------------- inside
 
 
+def study_tables() -> Any:
+    """The kept runs of the studies, as tables."""
+    return _beside("docs", "study_tables")
+
+
 def _sources() -> Any:
     """The table of methods the tests check, which is where papers and sources are written down."""
-    folder = str(ROOT / "tests" / "losses")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    import sources
+    return _beside("tests/losses", "sources")
 
-    return sources
+
+def _beside(folder: str, module: str) -> Any:
+    """A module of a folder that is no package."""
+    path = str(ROOT / folder)
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return importlib.import_module(module)
 
 
 def _losses() -> list[str]:
@@ -273,26 +245,6 @@ def _checks(method: Any) -> list[str]:
 def _in_configs(name: str) -> str:
     also = {"troll": "troll", "ppo_clip": "ppo_clip (or clip, TRL's own)", "unclipped": "unclipped (or none)"}
     return f"trust_region: {also.get(name, name)}"
-
-
-def _method_of(label: str) -> str:
-    known = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
-    first = label.split()[0]
-    return known.get(first, first)
-
-
-def _result_line(study: str, subject: str, row: dict[str, Any], baseline: str | None) -> str:
-    final, against = row["final"], row["against"]
-    value = f"{100 * final['value']:.1f} % ({100 * final['low']:.1f}-{100 * final['high']:.1f})"
-    verdict, difference = "", ""
-    if against is not None:
-        verdict = f"{row['verdict']} (p {against['p_value']:.3f})"
-        difference = f"{100 * against['difference']['value']:+.1f} points to {baseline}"
-    where = row["point"] or "-"
-    return (
-        f"| ({study}) {subject} | {where} | {row['method']} | {len(row['seeds'])} | {value} | {difference} | "
-        f"{verdict} |"
-    )
 
 
 def _pages_in(nav: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import doctest_fences  # noqa: E402
 import site_pages  # noqa: E402
+import study_tables  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +101,18 @@ def test_results_on_a_methods_page_are_those_of_the_kept_runs(
     difference = {"value": 0.1, "low": 0.0, "high": 0.2, "level": 0.95}
     row = {
         "point": "8 updates", "method": "dppo divergence=top-k-kl", "seeds": [0, 1], "final": interval,
-        "against": {"difference": difference, "p_value": 0.04}, "verdict": "wins",
+        "over_training": interval, "verdict": "wins",
+        "against": {"difference": difference, "better": interval, "p_value": 0.04},
     }  # fmt: skip
     (tmp_path / "b").mkdir()
     import json
 
     (tmp_path / "b" / "comparison.json").write_text(json.dumps({"baseline": "clip", "rows": [row]}))
-    monkeypatch.setattr(site_pages, "RESULTS", tmp_path)
-    table = site_pages.results_of("dppo")
-    assert "| (b) staleness | 8 updates | dppo divergence=top-k-kl | 2 | 50.0 % (40.0-60.0) |" in table
-    assert "+10.0 points to clip | wins (p 0.040) |" in table
-    assert "Nothing yet" in site_pages.results_of("cispo")
+    monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
+    page = site_pages.method_page("dppo")
+    line = (
+        "| dppo divergence=top-k-kl | 2 | 50.0 (40.0 to 60.0) | 50.0 (40.0 to 60.0) | +10.0 (+0.0 to +20.0) |"
+    )
+    assert f"| (b) Staleness, learning rate 3e-4, 8 updates {line} 0.50 | wins, p 0.040 |" in page
+    assert line in site_pages.written_pages()["study_results.md"]
+    assert "Nothing yet" in site_pages.method_page("cispo")

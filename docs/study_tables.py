@@ -1,0 +1,123 @@
+"""The kept runs of the studies as tables: a page for the site, and each method's rows for its own page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "studies"
+
+#: Folder of kept runs -> what the study asks.
+STUDIES = {
+    "a": "(a) Trust region by estimator, 8 updates a batch, learning rate 3e-4",
+    "a-tuned": "(a) Trust region by estimator, 8 updates a batch, learning rate 1e-4",
+    "b": "(b) Staleness, learning rate 3e-4",
+    "b-curve": "(b) Staleness, the points between, learning rate 3e-4",
+    "b-tuned": "(b) Staleness, learning rate 1e-4",
+    "c": "(c) GSPO's ratio, learning rate 3e-4",
+    "c-tuned": "(c) GSPO's ratio, learning rate 1e-4",
+    "d": "(d) TROLL's settings, 64 updates a batch, learning rate 3e-4",
+    "e": "(e) Learning rates, 16 updates a batch",
+    "g": "(g) Keeping the network inside, 64 updates a batch, learning rate 3e-4, validation problems",
+    "h": "(h) The longer task",
+    "h-second-family": "(h) A second model family",
+    "quick-a": "Small version of (a)",
+    "quick-b": "Small version of (b)",
+    "quick-c": "Small version of (c)",
+    "search": "The search for settings, 16 updates a batch, validation problems",
+}
+
+_LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
+_NOTE = (
+    "In parentheses 95 % bootstrap intervals over seeds, which are too narrow for five. Verdicts are those of "
+    "permutation tests at the 5 % level, not corrected for the number of comparisons."
+)
+
+
+def results_page() -> str:
+    """Every table of every study that has finished runs."""
+    parts = [
+        "# Results of the studies",
+        "Written from the kept runs; what they mean is on the page of [the studies](studies.md). Success on "
+        "400 problems, in %. " + _NOTE,
+    ]
+    for study, title in STUDIES.items():
+        table = _table(study)
+        if table is not None:
+            parts += [f"## {title}", *_points(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def results_of(method: str) -> str:
+    """A method's rows of every study that has any; the search, of two seeds a setting, is none."""
+    lines = []
+    for study, title in STUDIES.items():
+        table = None if study == "search" else _table(study)
+        for row in [] if table is None else table["rows"]:
+            if method_of(row["method"]) == method:
+                where = f"{title}{', ' if row['point'] else ''}{row['point']}"
+                lines.append(_line([where, *_cells(row)]))
+    if not lines:
+        return "Nothing yet: no finished run of a [study](../studies.md) has this method."
+    return (
+        "\n".join([*_head(["study", *_COLUMNS]), *lines]) + f"\n\n{_NOTE} See [the studies](../studies.md)."
+    )
+
+
+def method_of(label: str) -> str:
+    """The loss behind a label such as ``TROLL kl_bound=0.2``.
+
+    >>> method_of("TROLL kl_bound=0.2"), method_of("no trust region"), method_of("vespo")
+    ('troll', 'unclipped', 'vespo')
+    """
+    first = label.split()[0]
+    return _LABELS.get(first, first)
+
+
+_COLUMNS = ["setting", "seeds", "final success", "over training", "less the baseline", "better", "verdict"]
+
+
+def _table(study: str) -> dict[str, Any] | None:
+    path = RESULTS / study / "comparison.json"
+    if not path.is_file():
+        return None
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
+
+def _points(table: dict[str, Any]) -> Iterator[str]:
+    """A table a point of the grid, methods by success."""
+    points: dict[str, list[dict[str, Any]]] = {}
+    for row in table["rows"]:
+        points.setdefault(row["point"], []).append(row)
+    yield f"Baseline: {table['baseline']}."
+    for point, rows in points.items():
+        rows.sort(key=lambda row: -row["final"]["value"])
+        lines = "\n".join([*_head(_COLUMNS), *(_line(_cells(row)) for row in rows)])
+        yield f"**{point}**\n\n{lines}" if point else lines
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    against = row["against"]
+    if against is None:
+        tested = ["", "", "baseline"]
+    else:
+        verdict = f"{row['verdict']}, p {against['p_value']:.3f}"
+        tested = [_percent(against["difference"], sign="+"), f"{against['better']['value']:.2f}", verdict]
+    success = [_percent(row["final"]), _percent(row["over_training"])]
+    return [row["method"], str(len(row["seeds"])), *success, *tested]
+
+
+def _percent(interval: dict[str, float], sign: str = "") -> str:
+    value, low, high = (f"{100 * interval[name]:{sign}.1f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _head(columns: list[str]) -> list[str]:
+    return [_line(columns), _line(["---"] * len(columns))]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
