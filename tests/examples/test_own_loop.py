@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+from scripts import REPOSITORY, load_script
+
+EXAMPLE = REPOSITORY / "examples" / "own_loop.py"
 
 
 @pytest.fixture(scope="module")
 def own_loop() -> object:
-    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLE)
 
 
 def test_the_loop_learns_well_beyond_guessing(own_loop, capsys):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_language_model import make_tiny_model, make_tokenizer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "plug_into_trl.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("plug_into_trl", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/plug_into_trl.py")
 
 
 def test_trains_the_model_it_is_given_and_prints_each_step(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import short_run
 from safetensors.torch import load_file
 
 from tether.experiments import RunFolder
@@ -15,23 +16,9 @@ from tether.llm.config import TrainConfig
 from tether.llm.tasks import make_task
 from tether.llm.train import train
 
-SETTINGS = {
-    "task": "arithmetic",
-    "steps": 8,
-    "updates_per_rollout": 4,
-    "prompts_per_rollout": 4,
-    "responses_per_prompt": 4,
-    "eval_every": 8,
-    "eval_problems": 8,
-    "save_every": 4,
-    "learning_rate": 1e-3,
-    "threads": 1,
-    "device": "cpu",
-}
-
 
 def config(output: Path, **changes: object) -> TrainConfig:
-    return TrainConfig(output=output, **{**SETTINGS, **changes})
+    return short_run.config(output, **{"steps": 8, "eval_problems": 8, **changes})
 
 
 def model(folder: Path) -> dict[str, Any]:

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from scripts import load_script
 from tether.llm.tasks import Problem, make_task
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-
-def load_recipe(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-embedded_model = load_recipe("embedded_model")
-smollm2 = load_recipe("smollm2")
+embedded_model = load_script("recipes/embedded_model.py")
+smollm2 = load_script("recipes/smollm2.py")
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from scripts import REPOSITORY, load_script
 from tether.cli import _parse
 from tether.llm.config import TrainConfig
 from tether.llm.tasks import make_task
 from tether.llm.trainers import _trl_settings
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = REPOSITORY / "recipes"
 TRAINING = sorted((RECIPES / "llm").glob("*.yaml"))
 LAUNCH = sorted((RECIPES / "accelerate").glob("*.yaml"))
-
-
-def load_recipe(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
@@ -89,7 +77,7 @@ def test_the_table_names_every_recipe_and_every_recipe_is_there() -> None:
 
 
 def test_dapo_math_is_split_without_overlap_and_trains_as_written(tmp_path: Path) -> None:
-    recipe = load_recipe("dapo_math")
+    recipe = load_script("recipes/dapo_math.py")
     rows = [{"prompt": f"Compute {n}+1. ", "solution": n + 1} for n in range(1000)]
     parts = recipe.split_rows([*rows, *rows[:50]])
     prompts = [row["prompt"] for part in parts.values() for row in part]
