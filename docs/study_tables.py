@@ -31,8 +31,8 @@ STUDIES = {
 
 _LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
 _NOTE = (
-    "In parentheses 95 % bootstrap intervals over seeds, which are too narrow for five. Verdicts are those of "
-    "permutation tests at the 5 % level, not corrected for the number of comparisons."
+    "In parentheses 95 % bootstrap intervals over seeds, which are too narrow for five. Verdicts are those "
+    "of permutation tests at the 5 % level, not corrected for the number of comparisons."
 )
 
 
