@@ -19,6 +19,7 @@ from tether.experiments.statistics import Curve
 from tether.experiments.summary import RunData, load_runs
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
+_METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "clip_low", "clip_high", "max_grad_norm")
 
 
 def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> dict[str, list[Curve]]:
@@ -31,12 +32,12 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     """
     if learning_rate is not None:
         runs = [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
-    bounds = {run.config.settings["kl_bound"] for run in runs if _is_troll(run)}
+    labels = _labels(runs)
     found: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
         curve = run.eval_curve("success")
         if curve is not None:
-            method, updates = _method(run, len(bounds) > 1), run.config.settings["updates_per_rollout"]
+            method, updates = labels[run.folder.path], run.config.settings["updates_per_rollout"]
             values = found.setdefault(method, {}).setdefault(run.config.seed, {})
             if updates in values:
                 raise ConfigError(
@@ -53,16 +54,26 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     return curves
 
 
-def _is_troll(run: RunData) -> bool:
-    return run.config.settings["trust_region"] == "troll"
+def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
+    """Each run's method, with those settings in which runs of the method differ."""
+    by_method: dict[str, list[RunData]] = {}
+    for run in runs:
+        by_method.setdefault(str(run.config.settings["trust_region"]), []).append(run)
+    labels = {}
+    for method, group in by_method.items():
+        settings = [_settings_of_the_method(run) for run in group]
+        names = sorted(set().union(*settings))
+        differ = [name for name in names if len({str(own.get(name)) for own in settings}) > 1]
+        for run, own in zip(group, settings, strict=True):
+            words = ", ".join(f"{name}={own[name]}" for name in differ if own.get(name) is not None)
+            labels[run.folder.path] = f"{_LABELS.get(method, method)} {words}".strip()
+    return labels
 
 
-def _method(run: RunData, name_bound: bool) -> str:
-    name = str(run.config.settings["trust_region"])
-    label = _LABELS.get(name, name)
-    if name_bound and _is_troll(run):
-        label += f" kl_bound={run.config.settings['kl_bound']}"
-    return label
+def _settings_of_the_method(run: RunData) -> dict[str, object]:
+    settings = run.config.settings
+    own = {name: value for name, value in settings.items() if name in _METHOD_FIELDS}
+    return {**own, **settings.get("loss_options", {})}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,6 +42,24 @@ def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
     assert curve.y.tolist() == pytest.approx([0.4, 1.1])
 
 
+def test_settings_in_which_runs_of_a_method_differ_are_named(tmp_path: Path) -> None:
+    for number, (method, settings) in enumerate(
+        [
+            ("troll", {"kl_bound": 0.05, "kl_stop": None}),
+            ("troll", {"kl_bound": 0.05, "kl_stop": 0.1}),
+            ("clip", {"kl_bound": 0.05, "clip_low": 0.1}),
+            ("trm", {"loss_options": {"kl_bound": 0.2}}),
+        ]
+    ):
+        everything = {**settings, "trust_region": method, "updates_per_rollout": 8, "learning_rate": 1e-4}
+        with RunFolder.create(
+            tmp_path / str(number), kind="llm", label="x", seed=0, settings=everything
+        ) as run:
+            run.log_eval(1, success=0.5)
+    drawn = study_figure.final_by_updates(load_runs([tmp_path]), None)
+    assert sorted(drawn) == ["TROLL", "TROLL kl_stop=0.1", "clip", "trm"]
+
+
 def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     study_figure.main([str(study), "--learning-rates", "0.0001", "0.0003", "--output", str(tmp_path / "out")])
