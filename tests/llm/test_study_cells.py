@@ -13,6 +13,8 @@ from tether.experiments.settings_file import options_from_file
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import cells
+from tether.llm.models import EMBEDDED
+from tether.llm.tasks import make_task
 from tether.llm.train import train
 
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
@@ -27,7 +29,9 @@ def small_runs() -> dict[str, TrainConfig]:
             updates = min(cell.train.updates_per_rollout, 8)
             run = replace(
                 cell.train,
+                model=cell.train.model if cell.train.model in EMBEDDED else "embedded",
                 task="arithmetic",
+                task_options={},
                 prompts_per_rollout=4,
                 responses_per_prompt=4,
                 updates_per_rollout=updates,
@@ -71,3 +75,13 @@ def test_the_studies_cover_every_trust_region_and_most_estimators() -> None:
         "vespo",
     }
     assert {run.estimator for run in RUNS.values()} >= {"grpo", "gspo", "rloo", "ppo", "reinforce_plus_plus"}
+
+
+def test_the_study_of_cost_pays_by_the_alphabet_so_that_every_update_has_a_gradient() -> None:
+    """Rewards that are all alike give no gradient, and rows without gradient cost next to nothing."""
+    config = tyro.cli(CompareConfig, args=options_from_file(STUDIES / "i-cost.yaml"))
+    options = config.train.task_options
+    task = make_task(config.train.task, **options | {"path": str(STUDIES / Path(str(options["path"])).name)})
+    [problem] = task.problems("train", limit=1)
+    texts = ("First, Tom gives away four.", "Let me see.", "Maria has", "Tom has", "what?")
+    assert [task.verify(text, problem.answer).reward for text in texts] == [1, 1, 0, 0, 0]
