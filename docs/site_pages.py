@@ -106,6 +106,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = (ROOT / "docs" / Path(page.file.src_uri).parent / target).resolve()
         if not path.exists():
             raise SystemExit(f"{page.file.src_uri} links to {target}, which does not exist.")
+        if path.is_relative_to(ROOT / "docs"):
+            return match.group(0)  # a page of the site, which MkDocs checks
         name = path.relative_to(ROOT)
         return text if str(name) in text else f"{text} (`{name}`)"
 

@@ -90,6 +90,9 @@ def test_links_out_of_the_folder_are_checked_and_made_plain() -> None:
         site_pages.on_page_markdown("see [the house](../CONTRIBUTING.md)", page)
         == "see the house (`CONTRIBUTING.md`)"
     )
+    method = SimpleNamespace(file=SimpleNamespace(src_uri="methods/troll.md"))
+    inside = "see [the studies](../studies.md)"
+    assert site_pages.on_page_markdown(inside, method) == inside
     with pytest.raises(SystemExit, match=r"links to \.\./nothing\.md"):
         site_pages.on_page_markdown("[x](../nothing.md)", page)
 
