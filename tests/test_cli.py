@@ -25,6 +25,15 @@ def test_an_unknown_command_is_named_and_the_known_ones_listed(capsys):
     shown = capsys.readouterr().err
     assert "no command 'llm fly'" in shown
     assert "llm train" in shown
+    assert "Did you mean" not in shown
+    assert run("llm", "trian") == 2
+    assert "no command 'llm trian'. Did you mean 'llm train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("llm",), ("llm", "--help"), ("episodic", "-h")])
+def test_a_group_of_commands_explains_itself(words, capsys):
+    assert run(*words) == 0
+    assert f"tether {words[0]} train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,9 @@ def test_a_misspelt_key_in_a_file_is_refused(tmp_path, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text("stepz: 3\n")
     assert run("llm", "train", "--config", str(path)) == 2
-    assert "stepz" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "stepz" in shown
+    assert str(path) in shown
 
 
 def test_version(capsys):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,12 +55,31 @@ def _run(arguments: list[str]) -> int:
         print(__version__)
         return 0
     words = arguments[:2] if arguments[0] in _GROUPS else arguments[:1]
+    if arguments[0] in _GROUPS and words[1:] in ([], ["-h"], ["--help"], ["help"]):
+        print(_HELP)
+        return 0
     command = _COMMANDS.get(" ".join(words))
     if command is None:
-        print(f"tether: no command {' '.join(words)!r}\n\n{_HELP}", file=sys.stderr)
+        print(f"tether: no command {' '.join(words)!r}.{_nearest(words)}\n\n{_HELP}", file=sys.stderr)
         return 2
-    command(arguments[len(words) :])
+    try:
+        command(arguments[len(words) :])
+    except SystemExit as ending:
+        _name_settings_files(arguments, ending.code)
+        raise
     return 0
+
+
+def _nearest(words: list[str]) -> str:
+    found = difflib.get_close_matches(" ".join(words), _COMMANDS, n=1, cutoff=0.75)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def _name_settings_files(arguments: list[str], code: object) -> None:
+    """A refused option may come from a file, which the parser does not know of."""
+    files = [file for option, file in pairwise(arguments) if option == "--config"]
+    if code == 2 and files:
+        print(f"tether: options were also read from {', '.join(files)}", file=sys.stderr)
 
 
 def _llm_train(arguments: list[str]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -126,8 +127,17 @@ def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
     if not equals or not values:
         raise ConfigError(f"An axis is written as setting=value,value; got {text!r}.")
     if name not in _FIELDS:
-        raise ConfigError(f"The axis {text!r} names no setting of a training run that a grid can vary.")
+        raise ConfigError(
+            f"The axis {text!r} names no setting of a training run that a grid can vary."
+            f"{_nearest(name, _FIELDS)}"
+        )
     return name, tuple(parse_value(value) for value in values.split(","))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was likely meant, as a question; nothing where none is near."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {found[0]}?" if found else ""
 
 
 def _cell(
@@ -150,6 +160,7 @@ def _cell(
             has = f" or an option of {name} ({', '.join(own)})" if own else ""
             raise ConfigError(
                 f"The method {method!r} sets {key!r}, which is no setting of a training run{has}."
+                f"{_nearest(key, [*_FIELDS, *own])}"
             )
     folder = "-".join([_slug(method), *(_in_short(*place) for place in point), f"seed{seed}"])
     changes |= _lengths(config, changes)
