@@ -161,9 +161,18 @@ def test_a_layout_loses_nothing_and_keeps_sequences_whole(seed: int, one_row: bo
     if one_row:
         assert packed.shape[0] == 1
     else:
-        assert packed.shape[1] == max(int(lengths.max()), 1)
-        assert packed.shape[0] <= max(rows, 1)
+        assert packed.shape[0] <= rows
+        assert max(int(lengths.max()), 1) <= packed.shape[1] <= width
         assert packed.numel() <= 2 * max(int(lengths.sum()), 1) + int(lengths.max())
+
+
+def test_a_row_is_saved_where_a_little_more_room_does_it() -> None:
+    """Five and four do not fit into five, but into the nine that padded rows have."""
+    mask = torch.zeros(4, 9)
+    for row, length in enumerate((5, 4, 4, 5)):
+        mask[row, :length] = 1
+    assert PackedLayout.of(mask).position_ids.shape == (2, 9)
+    assert PackedLayout.of(mask[:, :5]).position_ids.shape == (4, 5)
 
 
 def test_a_batch_without_any_token_still_hangs_on_the_graph() -> None:

@@ -71,9 +71,8 @@ class PackedLayout:
             attention_mask: 1 or true for tokens, which must be neighbours in their row; padding may be on
                 either side or both, and a row may be empty.
             one_row: put all sequences into one row, for attention that costs nothing between them. By
-                default packed rows are as long as the longest sequence, and sequences are put, longest
-                first, into the first row with room for them: attention that computes a whole square and
-                masks it then costs no more than on padded rows.
+                default there are several, none longer than padded rows: attention that computes a whole
+                square and masks it then costs no more than on those.
 
         Raises:
             InvalidInputError: a mask that is no matrix, or has padding between tokens.
@@ -94,7 +93,7 @@ class PackedLayout:
                 f"Row {row} of the attention mask has padding between its tokens; position ids that count "
                 "through a gap cannot be packed. Pad on the left, on the right, or both."
             )
-        row_of, start_of, count, length = _plan(lengths.tolist(), one_row)
+        row_of, start_of, count, length = _plan(lengths.tolist(), mask.shape[1], one_row)
         starts, packed_rows = torch.tensor(start_of), torch.tensor(row_of)
         last_start = torch.zeros(count, dtype=torch.long)
         filled = lengths > 0
@@ -203,12 +202,25 @@ def _attends_within_sequences(backbone: Any) -> bool:
     return "flash" in (backbone.config._attn_implementation or "")
 
 
-def _plan(lengths: list[int], one_row: bool) -> tuple[list[int], list[int], int, int]:
-    """Packed row and start of each sequence, the number of packed rows and their length (at least 1 x 1).
+def _plan(lengths: list[int], width: int, one_row: bool) -> tuple[list[int], list[int], int, int]:
+    """Packed row and start of each sequence, the number of packed rows and their length (at least 1 x 1)."""
+    longest = max(lengths, default=0)
+    if one_row:
+        capacities = [sum(lengths)]
+    else:
+        # A little more room than the longest needs may save a row. No more than padded rows have: then
+        # neither the places nor the square of queries and keys of a row are larger than theirs.
+        capacities = sorted({longest + (width - longest) * step // 8 for step in range(9)})
+    row_of, start_of, used = min(
+        (_first_fit(lengths, capacity) for capacity in capacities),
+        key=lambda plan: len(plan[2]) * max(plan[2]),
+    )
+    # Without any token one is computed all the same: the result must hang on the model's graph.
+    return row_of, start_of, len(used), max(*used, 1)
 
-    First fit, longest first: never more than 11/9 of the rows of the best plan, and one more.
-    """
-    capacity = sum(lengths) if one_row else max(lengths, default=0)
+
+def _first_fit(lengths: list[int], capacity: int) -> tuple[list[int], list[int], list[int]]:
+    """Each sequence, longest first, into the first row with room for it; and how full rows are then."""
     row_of, start_of, used = [0] * len(lengths), [0] * len(lengths), [0]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
@@ -217,8 +229,7 @@ def _plan(lengths: list[int], one_row: bool) -> tuple[list[int], list[int], int,
             used.append(0)
         row_of[index], start_of[index] = row, used[row]
         used[row] += length
-    # Without any token one is computed all the same: the result must hang on the model's graph.
-    return row_of, start_of, len(used), max(capacity, 1)
+    return row_of, start_of, used
 
 
 def _move(
