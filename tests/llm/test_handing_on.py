@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 import transformers.utils.hub  # noqa: F401 - before HfApi is replaced, whose type it names
@@ -27,16 +28,17 @@ SHORT: dict[str, Any] = {"steps": 4, "eval_every": 0, "preflight": "off"}
 class FakeHub:
     """Keeps what `huggingface_hub.HfApi` is asked for."""
 
-    def __init__(self, token: bool = True, full: bool = False) -> None:
-        self.token, self.full = token, full
+    def __init__(self) -> None:
+        self.refusal: Exception | None = None
+        self.full = False
         self.uploaded: dict[str, Any] = {}
 
     def __call__(self) -> FakeHub:
         return self
 
     def whoami(self) -> dict[str, str]:
-        if not self.token:
-            raise OSError("Token is required")
+        if self.refusal is not None:
+            raise self.refusal
         return {"name": "somebody"}
 
     def create_repo(self, name: str, private: bool, exist_ok: bool) -> Any:
@@ -100,8 +102,13 @@ def test_the_model_is_uploaded_on_request_alone(tmp_path: Path, hub: FakeHub) ->
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= hub.uploaded["somebody/sums"]
 
 
-def test_without_a_token_training_does_not_begin(tmp_path: Path, hub: FakeHub) -> None:
-    hub.token = False
+@pytest.mark.parametrize(
+    "refusal", [OSError("Token is required"), httpx.ConnectError("Connection refused")], ids=type
+)
+def test_without_a_token_or_a_connection_training_does_not_begin(
+    tmp_path: Path, hub: FakeHub, refusal: Exception
+) -> None:
+    hub.refusal = refusal
     with pytest.raises(ConfigError, match="hf auth login"):
         train(config(tmp_path / "run", **SHORT, push_to_hub="sums"))
     assert not (tmp_path / "run").exists()

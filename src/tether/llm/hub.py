@@ -14,11 +14,12 @@ def check_hub_access(repository: str) -> None:
     Raises:
         ConfigError: the hub does not know who asks.
     """
+    from httpx import HTTPError
     from huggingface_hub import HfApi
 
     try:
         HfApi().whoami()
-    except (OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"push_to_hub={repository!r}: the hub cannot be reached or knows no token ({error}). Run "
             "`hf auth login`, or leave push_to_hub out and upload the model folder later."
@@ -36,6 +37,7 @@ def upload(folder: Path, repository: str, say: Callable[[str], None]) -> None:
     Raises:
         TetherError: the upload failed; the model is still in ``folder``.
     """
+    from httpx import HTTPError
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -44,7 +46,7 @@ def upload(folder: Path, repository: str, say: Callable[[str], None]) -> None:
         api.upload_folder(
             repo_id=created.repo_id, folder_path=str(folder), commit_message="Trained with Tether"
         )
-    except (OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise TetherError(
             f"The run is finished and its model is in {folder}, but uploading it to {repository} failed "
             f"({error}). Upload it with: hf upload {repository} {folder}"
