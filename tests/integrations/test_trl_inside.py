@@ -144,3 +144,18 @@ def test_what_cannot_work_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_updates_that_learn_from_two_batches_are_refused(make_trainer: Callable[..., Any]) -> None:
+    made, config, arguments = inside(OldPolicyTrainer, kl_stop=0.1)
+    with pytest.raises(ConfigError, match=r"= 3 micro-batches.*gradient_accumulation_steps=2"):
+        make_trainer(made, config, **arguments, gradient_accumulation_steps=2, steps_per_generation=3)
+
+
+def test_a_budget_that_deepspeed_would_not_heed_is_refused(make_trainer: Callable[..., Any]) -> None:
+    """Its engine makes the update within the backward pass."""
+    made, config, arguments = inside(OldPolicyTrainer, kl_stop=0.1)
+    trainer = make_trainer(made, config, **arguments)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ConfigError, match="DeepSpeed has made it by then"):
+        trainer._check_inside()

@@ -65,7 +65,8 @@ class InsideTrainer(OldPolicyTrainer):
     skipped) and `trust_region/alpha`; a checkpoint holds the alpha it had come to.
 
     Raises:
-        ConfigError: alpha or regression without TROLL, or no update left to the policy gradient.
+        ConfigError: alpha or regression without TROLL, no update left to the policy gradient, updates that
+            span batches, or kl_stop under DeepSpeed.
         CheckpointError: a checkpoint without an alpha to go on with.
 
     Source: early stopping as in PPO's implementation of OpenAI Spinning Up; alpha as the multiplier of the
@@ -104,6 +105,18 @@ class InsideTrainer(OldPolicyTrainer):
                 "alpha_tolerance and regression_updates act on TROLL's regression, which this trainer does "
                 "not have. Use kl_stop, or trust_region='troll'."
             )
+        if self.inside.kl_stop is not None and self.is_deepspeed_enabled:
+            raise ConfigError(
+                f"kl_stop={self.inside.kl_stop} withholds an update after its last backward pass, and "
+                "DeepSpeed has made it by then. Train with DDP or FSDP, or without kl_stop."
+            )
+        together = self.args.gradient_accumulation_steps
+        if self._micro_batches % together:
+            raise ConfigError(
+                f"A batch of rollouts has steps_per_generation x num_iterations = {self._micro_batches} "
+                f"micro-batches, no multiple of gradient_accumulation_steps={together}: an update would "
+                "learn from two batches. Make it a multiple."
+            )
         if self.inside.regression_updates >= self._updates_a_batch:
             raise ConfigError(
                 f"regression_updates={self.inside.regression_updates} leaves none of the "
@@ -111,9 +124,13 @@ class InsideTrainer(OldPolicyTrainer):
             )
 
     @property
+    def _micro_batches(self) -> int:
+        """Of a batch of rollouts, over all its uses."""
+        return int(self.args.steps_per_generation * self.num_iterations)
+
+    @property
     def _updates_a_batch(self) -> int:
-        micro_batches: int = self.args.steps_per_generation * self.num_iterations
-        return micro_batches // self.args.gradient_accumulation_steps
+        return self._micro_batches // int(self.args.gradient_accumulation_steps)
 
     @property
     def _update_in_batch(self) -> int:
