@@ -99,9 +99,14 @@ def test_unknown_estimators_and_options_are_refused(
         make_trainer(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options))
 
 
-def test_a_setting_of_trls_advantages_is_refused(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="scale_rewards='none'"):
-        make_trainer(AdvantageTrainer, GRPOConfig, scale_rewards="none", **with_advantage("rloo"))
+@pytest.mark.parametrize(
+    ("setting", "value"), [("scale_rewards", "none"), ("multi_objective_aggregation", "normalize_then_sum")]
+)
+def test_a_setting_of_trls_advantages_is_refused(
+    make_trainer: Callable[..., Any], setting: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}='{value}'"):
+        make_trainer(AdvantageTrainer, GRPOConfig, **{setting: value}, **with_advantage("rloo"))
 
 
 def test_a_response_without_a_reward_is_an_error(make_trainer: Callable[..., Any]) -> None:

@@ -34,8 +34,8 @@ class AdvantageTrainer(OldPolicyTrainer):
         advantage: a name of `ESTIMATORS`.
         advantage_options: its settings, such as {"gamma": 0.99}.
 
-    The estimators see the rewards of all processes, weighted by `reward_weights`; TRL's `scale_rewards`
-    has no effect and is refused.
+    The estimators see the rewards of all processes, weighted by `reward_weights` and added up; TRL's
+    `scale_rewards` and `multi_objective_aggregation` would have no effect and are refused.
 
     Raises:
         ConfigError: an unknown estimator or setting.
@@ -69,6 +69,12 @@ class AdvantageTrainer(OldPolicyTrainer):
             raise ConfigError(
                 f"scale_rewards={args.scale_rewards!r} is a setting of TRL's advantages, which "
                 f"advantage={advantage!r} replaces. Leave it at its default."
+            )
+        if args is not None and args.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"multi_objective_aggregation={args.multi_objective_aggregation!r} is a setting of TRL's "
+                f"advantages; advantage={advantage!r} adds up the weighted rewards first. Leave it at its "
+                "default."
             )
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._rewards: Tensor | None = None
