@@ -89,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=PICTURE)
     options = parser.parse_args()
-    save_figure(small_multiples(panels(), columns=2, width=5.2, height=3.0), options.output)
+    save_figure(small_multiples(panels(), columns=2, width=4.1, height=2.6), options.output)
     print(table())
 
 

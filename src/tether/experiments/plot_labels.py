@@ -56,7 +56,7 @@ def name_line(axes: Axes, name: str, height: float, colour: str, ground: str) ->
         name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, -4 if below else 4),
         textcoords="offset points", fontsize=8, color=colour, va="top" if below else "bottom", zorder=4,
         # Readable where a curve passes behind it.
-        bbox={"facecolor": ground, "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+        bbox={"facecolor": ground, "edgecolor": "none", "alpha": 0.6, "pad": 0.5},
     )  # fmt: skip
 
 
