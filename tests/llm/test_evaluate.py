@@ -18,6 +18,7 @@ from tether.errors import CheckpointError, ConfigError, InvalidInputError
 from tether.llm import answers, evaluate
 from tether.llm.eval_config import EvalConfig
 from tether.llm.evaluate import evaluate as run_evaluation
+from tether.llm.generate import answer
 from tether.llm.measures import difference, pass_at_k, summarise_problems
 from tether.llm.models import load_model_and_tokenizer
 from tether.llm.scoring import score_tokens
@@ -144,6 +145,21 @@ def test_scores_do_not_depend_on_how_many_fit_at_a_time(monkeypatch: pytest.Monk
     monkeypatch.setattr("tether.llm.scoring._LOGITS_BYTES", 1)
     for one, other in zip(together, score_tokens(model, prompts, responses), strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_a_models_own_penalties_do_not_reshape_what_is_measured() -> None:
+    model, tokenizer = load_model_and_tokenizer("embedded")
+
+    def said(temperature: float | None) -> list[list[int]]:
+        prompts = ["37+58=", "11+11=", "20+80="]
+        responses = answer(
+            model, tokenizer, prompts, max_response_tokens=8, temperature=temperature, batch_size=3, seed=0
+        )
+        return [response.ids for response in responses]
+
+    plain = said(None), said(1.0)
+    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1, min_p=0.9)
+    assert (said(None), said(1.0)) == plain
 
 
 # ---------------------------------------------------------------------- the command

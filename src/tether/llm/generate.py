@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# A model's own generation settings would otherwise reshape the policy that is measured: Qwen2.5's, for one,
+# ask for a penalty on repetition, which training samples without.
+_UNSHAPED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None}
+
+
 @dataclass(frozen=True)
 class Response:
     """What a model said."""
@@ -45,7 +50,8 @@ def answer(
 
     Args:
         model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them. A response ends at any
-            end token of the model's generation settings.
+            end token of the model's generation settings; what these say of penalties and cut-offs is not
+            heeded.
         prompts: texts, or conversations for the chat template.
         max_response_tokens: longest response.
         temperature: of sampling; None for the most likely token each time.
@@ -79,6 +85,7 @@ def answer(
                 top_k=0 if temperature is not None else None,
                 top_p=1.0 if temperature is not None else None,
                 pad_token_id=tokenizer.pad_token_id,
+                **_UNSHAPED,
             )
             said = produced[:, rows["input_ids"].shape[1] :].tolist()
             for index, ids in zip(batch, said, strict=True):
