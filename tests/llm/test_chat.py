@@ -121,6 +121,16 @@ def test_a_template_that_cannot_render_an_answer_is_warned_of(tmp_path: Path) ->
         assert end_of_turn_token(tokenizer) is None
 
 
+def test_a_template_that_leaves_out_the_answer_is_warned_of(tmp_path: Path) -> None:
+    """What it begins with must not be taken for what ends a turn."""
+    _, tokenizer = load_model_and_tokenizer(save_tiny("SmolLM2", tmp_path / "model"))
+    tokenizer.chat_template = (
+        "{% for m in messages if m['role'] == 'user' %}<|im_start|>user\n{{ m['content'] }}{% endfor %}"
+    )
+    with pytest.warns(TetherWarning, match="leaves out what the assistant said"):
+        assert end_of_turn_token(tokenizer) is None
+
+
 def test_a_template_without_end_after_an_answer_has_none(tmp_path: Path) -> None:
     _, tokenizer = load_model_and_tokenizer(save_tiny("SmolLM2", tmp_path / "model"))
     tokenizer.chat_template = (

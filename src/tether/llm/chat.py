@@ -23,7 +23,7 @@ def end_of_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     is looked at, so no list of model families is needed.
 
     Warns:
-        TetherWarning: a template that cannot render a question and an answer.
+        TetherWarning: a template that cannot render a question and an answer, or leaves out the answer.
     """
     if tokenizer.chat_template is None:
         return None
@@ -39,7 +39,15 @@ def end_of_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
             stacklevel=2,
         )
         return None
-    following = text.rpartition(_MARKER)[2]
+    _, marker, following = text.rpartition(_MARKER)
+    if not marker:
+        warnings.warn(
+            "The chat template leaves out what the assistant said, so it is not known which token ends a "
+            "turn; the tokenizer's end token is used.",
+            TetherWarning,
+            stacklevel=2,
+        )
+        return None
     ids = tokenizer(following, add_special_tokens=False)["input_ids"]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return int(ids[0]) if ids and ids[0] in special else None
