@@ -14,7 +14,7 @@ from short_run import config
 from tether.errors import ConfigError, TetherWarning
 from tether.llm import preflight
 from tether.llm.config import TrainConfig
-from tether.llm.memory import available_memory, estimate_memory
+from tether.llm.memory import _container_limit, available_memory, estimate_memory
 from tether.llm.models import embedded_model_path, load_model_and_tokenizer, read_config_and_tokenizer
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.tasks import make_task
@@ -158,6 +158,26 @@ def test_free_memory_is_a_plausible_number() -> None:
     assert 0 < available <= psutil.virtual_memory().total
 
 
+def test_every_control_group_above_limits_and_cached_files_give_way(tmp_path: Path) -> None:
+    def group(path: str, limit: str, used: int, cached: int) -> None:
+        folder = tmp_path / "cgroup" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon {used - cached}\ninactive_file {cached}\n")
+
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    root.mkdir()
+    membership.write_text("0::/slurm/job_7/step\n")
+    assert _container_limit(root, membership) is None
+    group("slurm/job_7/step", "max", 900, 0)
+    group("slurm/job_7", "1000", 900, 600)
+    assert _container_limit(root, membership) == 1000 - 300
+    group("slurm", "1100", 1000, 200)
+    assert _container_limit(root, membership) == 1100 - 800
+    assert _container_limit(root, tmp_path / "missing") is None
+
+
 # ---------------------------------------------------------------------- disk
 
 
@@ -243,6 +263,16 @@ def test_rewards_that_teach_nothing_are_warned_of_or_refused(
     with pytest.raises(ConfigError, match=message):
         check_rewards(config(tmp_path, preflight="refuse"), *embedded, Rewarding(*rewards))
     check_rewards(config(tmp_path, preflight="off"), *embedded, Rewarding(*rewards))
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
+def test_rewards_that_differ_between_problems_pass_where_these_are_compared(
+    tmp_path: Path, embedded: tuple[Any, Any], estimator: str
+) -> None:
+    between = (0.0,) * 4 + (1.0,) * 4
+    check_rewards(config(tmp_path, preflight="refuse", estimator=estimator), *embedded, Rewarding(*between))
+    with pytest.raises(ConfigError, match="None of 32 responses"):
+        check_rewards(config(tmp_path, preflight="refuse", estimator=estimator), *embedded, Rewarding(0.0))
 
 
 def test_rewards_that_differ_within_a_problem_pass(tmp_path: Path, embedded: tuple[Any, Any]) -> None:

@@ -168,11 +168,28 @@ def _generation(text: Any, responses: int, length: int, size: int) -> int:
     return int(cache + logits)
 
 
-def _container_limit() -> int | None:
-    """What a control group (a container, a cluster's job) still allows; None without a limit."""
-    folder = Path("/sys/fs/cgroup")
-    limit, used = folder / "memory.max", folder / "memory.current"
+def _container_limit(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """What the control groups this process is in (a container, a cluster's job) still allow; None without a
+    limit."""
+    own = membership.read_text().splitlines() if membership.is_file() else []
+    below = next((line.removeprefix("0::/") for line in own if line.startswith("0::/")), "")
+    folder, allowed = root / below, []
+    while folder.is_relative_to(root):  # each group above limits it too
+        allowed.append(_left_of(folder))
+        folder = folder.parent
+    return min((left for left in allowed if left is not None), default=None)
+
+
+def _left_of(group: Path) -> int | None:
+    """What one control group still allows. Cached files count as used there, but give way."""
+    limit, used, kinds = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
     if not (limit.is_file() and used.is_file()):
         return None
     text = limit.read_text().strip()
-    return max(0, int(text) - int(used.read_text())) if text.isdigit() else None
+    if not text.isdigit():
+        return None
+    stat = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.is_file() else {}
+    taken = int(used.read_text()) - int(stat.get("inactive_file", 0))
+    return max(0, int(text) - max(0, taken))

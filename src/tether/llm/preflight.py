@@ -26,6 +26,9 @@ _CROWDED = 0.9
 _TRUNCATED = 0.9
 """Share of responses cut off from which learning is in doubt."""
 
+_COMPARES_ALL = ("ppo", "reinforce_plus_plus")
+"""Estimators that compare a response with those to other problems too, not only to its own."""
+
 _LOST_IN_BFLOAT16 = 1e-5
 """Below this learning rate most steps of Adam are smaller than bfloat16's last digit of a weight."""
 
@@ -80,8 +83,8 @@ def check_rewards(
 ) -> None:
     """Answer a few training problems as training would, and see whether the rewards differ.
 
-    Random numbers of others are left alone. All wrong, all right, or alike within every problem means
-    advantages of zero: nothing to learn from.
+    Random numbers of others are left alone. All wrong, all right, or (for estimators that compare responses
+    to one problem) alike within every problem means advantages of zero: nothing to learn from.
 
     Raises:
         ConfigError: with ``preflight="refuse"``, rewards that teach nothing or responses all cut off.
@@ -103,7 +106,8 @@ def check_rewards(
     groups = [rewards[start : start + count] for start in range(0, len(rewards), count)]
     truncated = sum(response.truncated for response in responses) / len(responses)
     solved = sum(verdict.correct for verdict in verdicts)
-    _act(config, [*_reward_findings(groups, solved), *_truncation(truncated, len(responses))])
+    compares_all = config.estimator in _COMPARES_ALL
+    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(responses))])
 
 
 def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:
@@ -192,10 +196,10 @@ def _precision(config: TrainConfig) -> Iterator[Finding]:
         )
 
 
-def _reward_findings(groups: Sequence[Sequence[float]], solved: int) -> Iterator[Finding]:
+def _reward_findings(groups: Sequence[Sequence[float]], solved: int, compares_all: bool) -> Iterator[Finding]:
     rewards = [reward for group in groups for reward in group]
     asked = f"{len(rewards)} responses to {len(groups)} training problems"
-    if any(max(group) > min(group) for group in groups):
+    if any(max(group) > min(group) for group in ([rewards] if compares_all else groups)):
         return
     if solved == 0 and max(rewards) == min(rewards):
         yield Finding(
