@@ -82,7 +82,7 @@ def test_two_processes_log_what_one_logs(together: Path, alone: dict[str, Any], 
     assert max(row["trust_region/projected"] for row in rows) > 0.3
 
 
-@pytest.mark.parametrize("kind", ["head in the root", "head apart"])
+@pytest.mark.parametrize("kind", ["head in the root", "head apart", "packed"])
 def test_sharded_parameters_give_the_unsharded_results(together: Path, kind: str) -> None:
     """FSDP2 on both processes, each with data of its own; gradients are averaged, the head's too."""
     for rank in range(2):

@@ -7,6 +7,7 @@ Writes OUT/numbers-RANK.json and OUT/<scenario>-RANK.safetensors.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -33,6 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import OldTokens, take_snapshot
+from tether.integrations.packing import add_packing
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
@@ -146,36 +148,42 @@ def _batch(rank: int) -> tuple[dict[str, Tensor], Tensor]:
     ids = torch.randint(0, 27, (2, 7), generator=generator)
     labels = ids.clone()
     labels[:, :3] = -100
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0  # a shorter prompt
+    return {"input_ids": ids, "attention_mask": mask}, labels
 
 
 def _extended() -> Any:
     model = make_tiny_model()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     add_sparse_head(model, 1.0, maybe_gather_lm_head_ctx)
+    add_packing(model)
     return model
 
 
-def _score(model: Any, rank: int) -> Tensor:
+def _score(model: Any, rank: int, packed: bool = False) -> Tensor:
     """Forward and backward of a loss that uses everything the sparse head returns."""
     inputs, labels = _batch(rank)
+    if packed:
+        model = functools.partial(model, pack_sequences=True)
     recorded = model(**inputs, labels=labels, support_top_k=4)
     output = model(**inputs, labels=labels, support_ids=recorded.support_ids[:, -4:].int())
     counted = output.support_ids >= 0
     loss = output.log_probs.sum() + torch.where(counted, output.support_log_probs, 0.0).sum()
     (loss + output.entropy.sum() + output.support_log_tail.exp().sum()).backward()
-    exact = model(**inputs, labels=labels, old_tokens=_old_tokens(model, inputs, labels))
+    head = model.func.lm_head if packed else model.lm_head
+    exact = model(**inputs, labels=labels, old_tokens=_old_tokens(model, head, inputs, labels))
     assert 0 < exact.projected[:, -4:].float().mean() < 1
     (exact.projected_log_probs.sum() + exact.regression.sum()).backward()
     return output.log_probs.detach()
 
 
 @torch.no_grad()
-def _old_tokens(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> OldTokens:
+def _old_tokens(model: Any, head: Any, inputs: dict[str, Tensor], labels: Tensor) -> OldTokens:
     """A policy some way off: other hidden states, and a head that is a snapshot."""
     recorded = model(**inputs, labels=labels, support_top_k=4, keep_hidden=True)
     hidden = recorded.hidden[:, -4:]
-    snapshot = take_snapshot(model.lm_head.weight, None, maybe_gather_lm_head_ctx)
+    snapshot = take_snapshot(head.weight, None, maybe_gather_lm_head_ctx)
     return OldTokens(
         hidden=hidden * torch.tensor([1.0, 0.99, 0.6, 0.3])[:, None],
         support=recorded.support(4),
@@ -186,7 +194,7 @@ def _old_tokens(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> OldTok
     )
 
 
-def compare_sharded(head_apart: bool) -> dict[str, float]:
+def compare_sharded(head_apart: bool, packed: bool = False) -> dict[str, float]:
     """FSDP2's log-probabilities and gradients against those of an unsharded model.
 
     FSDP averages gradients over processes, each of which sees other data.
@@ -206,13 +214,13 @@ def compare_sharded(head_apart: bool) -> dict[str, float]:
     if head_apart:
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    log_probs = _score(model, rank)
+    log_probs = _score(model, rank, packed)
     worst = 0.0
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         error = (parameter.grad.full_tensor() - gradients[name]).abs().max() / gradients[name].abs().max()
         worst = max(worst, error.item())
-    kind = "head apart" if head_apart else "head in the root"
+    kind = "packed" if packed else "head apart" if head_apart else "head in the root"
     return {
         f"sharded log-probs, {kind}": (log_probs - expected[rank]).abs().max().item(),
         f"sharded gradient, {kind}": worst,
@@ -226,6 +234,7 @@ def main() -> None:
     numbers |= train_scripted(output)
     numbers |= compare_sharded(head_apart=False)
     numbers |= compare_sharded(head_apart=True)
+    numbers |= compare_sharded(head_apart=False, packed=True)
     (output / f"numbers-{dist.get_rank()}.json").write_text(json.dumps(numbers))
     dist.barrier()
     dist.destroy_process_group()
