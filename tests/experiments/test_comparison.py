@@ -130,6 +130,8 @@ def test_table_json_and_page_show_the_same_verdicts(entries: list[Entry], tmp_pa
     assert data["rows"][0]["against"]["p_value"] == pytest.approx(2 / 70)
     folders = [entry.run.folder.path for entry in entries]
     page = write_report(folders, tmp_path / "report", comparison=(metric, rows, "clip")).read_text()
+    assert page.count('<td class="right">wins</td>') == 1
+    assert page.count("· baseline</span>") == 2, "at each point"
     assert "Against clip" in page
     assert "wins" in page
 
