@@ -178,7 +178,8 @@ class SamplesCallback(TrainerCallback):
         step = trainer.state.global_step + 1
         if step % self._every or len(self._rows) >= _SAMPLED_RESPONSES:
             return
-        for row in range(min(len(inputs["completion_ids"]), _SAMPLED_RESPONSES - len(self._rows))):
+        counted = inputs["completion_mask"].any(-1).nonzero().flatten().tolist()  # not cut off and masked
+        for row in counted[: _SAMPLED_RESPONSES - len(self._rows)]:
             self._rows.append(self._describe(trainer, inputs, tokens, row))
 
     def _describe(
