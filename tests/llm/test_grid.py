@@ -47,6 +47,16 @@ def test_every_method_meets_every_point_and_seed_and_no_folder_twice() -> None:
     assert one.label == "TROLL kl_bound=0.2, alpha=5, rloo, 8 updates, lr 0.0003, temperature=0.7"
 
 
+def test_a_models_owner_is_no_folder_of_its_own() -> None:
+    """Kept copies of runs are told apart by the name of the run's folder alone."""
+    made = grid(axes=("model=some/one,other/one",))
+    assert [cell.train.output for cell in made][:2] == [
+        Path("out/troll-modelsome-one-seed0"), Path("out/clip-modelsome-one-seed0"),
+    ]  # fmt: skip
+    assert len({cell.train.output.name for cell in made}) == len(made) == 4
+    assert made[0].train.model == "some/one"
+
+
 def test_the_first_seed_of_everything_comes_before_any_second() -> None:
     seeds = [cell.seed for cell in grid(seeds=(3, 1), learning_rates=(1e-4, 3e-4))]
     assert seeds == [3] * 4 + [1] * 4

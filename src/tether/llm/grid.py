@@ -163,6 +163,7 @@ def _cell(
                 f"{_nearest(key, [*_FIELDS, *own])}"
             )
     folder = "-".join([_slug(method), *(_in_short(*place) for place in point), f"seed{seed}"])
+    folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
     changes |= _lengths(config, changes)
     changes |= {
         "trust_region": name,
