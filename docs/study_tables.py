@@ -20,6 +20,7 @@ STUDIES = {
     "c-tuned": "(c) GSPO's ratio, learning rate 1e-4",
     "d": "(d) TROLL's settings, 64 updates a batch, learning rate 3e-4",
     "e": "(e) Learning rates, 16 updates a batch",
+    "f": "(f) Entropy and KL over training, 64 updates a batch, learning rate 3e-4",
     "g": "(g) Keeping the network inside, 64 updates a batch, learning rate 3e-4, validation problems",
     "h": "(h) The longer task",
     "h-second-family": "(h) A second model family",
