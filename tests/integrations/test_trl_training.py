@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,21 @@ def test_dropout_is_warned_about_for_it_looks_like_divergence(train: Callable[..
         noise = run()
     assert noise > 1e-4
     assert run(disable_dropout=True) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_models_own_reshaping_of_samples_is_warned_about(make_trainer: Callable[..., Any]) -> None:
+    """TRL fills what it is not given from the model."""
+
+    def build(**settings: Any) -> None:
+        model = make_tiny_model()
+        model.generation_config.no_repeat_ngram_size = 1
+        make_trainer(OldPolicyTrainer, GRPOConfig, model=model, **settings)
+
+    with pytest.warns(TetherWarning, match=r"'no_repeat_ngram_size': 1.*no_repeat_ngram_size = None"):
+        build()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The model's own generation settings")
+        build(generation_kwargs={"no_repeat_ngram_size": 0})
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])

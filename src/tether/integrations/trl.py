@@ -25,7 +25,7 @@ from torch import Tensor
 from tether.errors import ConfigError, TetherError, TetherWarning
 
 # First, because it says what to install where TRL is missing or another version.
-from tether.integrations.trl_config import TROLLConfig
+from tether.integrations.trl_config import TROLLConfig, warn_of_generation_settings
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SparseLogProbs
 
@@ -83,6 +83,7 @@ class OldPolicyTrainer(GRPOTrainer):
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
         self._warn_without_old_policy()
         self._warn_of_dropout()
+        warn_of_generation_settings(self._base_model, self.args)
 
     @property
     def _base_model(self) -> Any:

@@ -136,3 +136,37 @@ def _reshaped_sampling(config: TROLLConfig) -> dict[str, Any]:
     neutral["temperature"] = config.temperature  # what the scores are divided by
     chosen.update({n: v for n, v in (config.generation_kwargs or {}).items() if n in neutral})
     return {name: value for name, value in chosen.items() if value not in (neutral[name], None)}
+
+
+# What TRL leaves to the model's own generation settings unless it is told: what reshapes nothing.
+_UNSHAPED_BY_THE_MODEL: dict[str, tuple[Any, ...]] = {
+    "min_p": (None, 0.0),
+    "no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "sequence_bias": (None,),
+}
+
+
+def warn_of_generation_settings(model: Any, config: GRPOConfig) -> None:
+    """Warn if a model's own settings reshape what is sampled while whole distributions are scored."""
+    settings = model.generation_config
+    if settings is None or config.use_vllm:  # vLLM is told every setting
+        return
+    given = {**(config.generation_kwargs or {}), **({} if config.min_p is None else {"min_p": config.min_p})}
+    changed = {
+        name: getattr(settings, name, None)
+        for name, unshaped in _UNSHAPED_BY_THE_MODEL.items()
+        if name not in given and getattr(settings, name, None) not in unshaped
+    }
+    if changed:
+        warnings.warn(
+            f"The model's own generation settings {changed} make the sampler a different policy than the one "
+            "whose log-probabilities are compared. Reset them before training, as in "
+            f"model.generation_config.{next(iter(changed))} = None.",
+            TetherWarning,
+            stacklevel=4,
+        )
