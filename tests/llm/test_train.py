@@ -53,7 +53,8 @@ def test_a_run_measures_what_its_steps_take(uninterrupted):
     peaks = [line["resident_bytes_max"] for line in lines]
     assert len(peaks) == 16
     assert all(0 < line["processor_seconds"] < 60 for line in lines)
-    assert 0 < max(peaks) < 1e9
+    # Zero where every step fits into memory that earlier tests of this process took and freed.
+    assert 0 <= max(peaks) < 1e9
     end = json.loads((uninterrupted / "FINISHED").read_text())
     assert end["peak_memory_bytes"] == max(peaks)
 
