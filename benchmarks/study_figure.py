@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from tether.errors import ConfigError
 from tether.experiments.plots import Panel, small_multiples
 from tether.experiments.statistics import Curve
 from tether.experiments.summary import RunData, load_runs
+from tether.llm.config import TrainConfig
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
 _METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "clip_low", "clip_high", "max_grad_norm")
@@ -55,7 +57,8 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
 
 
 def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
-    """Each run's method, with those settings in which runs of the method differ."""
+    """Each run's method, with the settings in which its runs differ, unless they are the default."""
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
     by_method: dict[str, list[RunData]] = {}
     for run in runs:
         by_method.setdefault(str(run.config.settings["trust_region"]), []).append(run)
@@ -65,7 +68,9 @@ def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
         names = sorted(set().union(*settings))
         differ = [name for name in names if len({str(own.get(name)) for own in settings}) > 1]
         for run, own in zip(group, settings, strict=True):
-            words = ", ".join(f"{name}={own[name]}" for name in differ if own.get(name) is not None)
+            words = ", ".join(
+                f"{name}={own[name]}" for name in differ if own.get(name) not in (None, defaults.get(name))
+            )
             labels[run.folder.path] = f"{_LABELS.get(method, method)} {words}".strip()
     return labels
 
