@@ -66,7 +66,7 @@ def test_a_slice_of_a_study_is_kept_and_grows(tmp_path: Path, capfd: pytest.Capt
 def test_a_grid_of_which_nothing_is_finished_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, "--minutes", "0.001") == 1
+    assert run(tmp_path, "--minutes", "1e-9") == 1
     assert "Give it more minutes" in capfd.readouterr().err
 
 
