@@ -54,9 +54,9 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"dtype": "bfloat16"}, {"optimizer": "sgd"}])
 def test_weights_gradients_and_moments_are_counted_exactly(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Against the tensors of a model after a step of AdamW."""
+    """Against the tensors of a model after a step of the optimizer."""
     from peft import LoraConfig, get_peft_model
 
     settings = config(tmp_path, **changes)
@@ -65,7 +65,8 @@ def test_weights_gradients_and_moments_are_counted_exactly(tmp_path: Path, chang
     if settings.lora_rank:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    sgd = settings.optimizer == "sgd"
+    optimizer = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
     model(torch.arange(3, 30)[None]).logits.sum().backward()
     gradients = sum(weight.grad.nbytes for weight in trained)
     optimizer.step()
@@ -223,6 +224,7 @@ def test_small_steps_on_bfloat16_weights_are_warned_of(tmp_path: Path) -> None:
     with pytest.warns(TetherWarning, match="less than their last digit"):
         check_before_loading(config(tmp_path, dtype="bfloat16", learning_rate=1e-6), task)
     check_before_loading(config(tmp_path, dtype="bfloat16", learning_rate=1e-6, lora_rank=4), task)
+    check_before_loading(config(tmp_path, dtype="bfloat16", learning_rate=1e-6, optimizer="sgd"), task)
     # The arithmetic behind it: Adam's step on a weight of 0.02 leaves it as it is.
     weight = torch.tensor(0.02, dtype=torch.bfloat16)
     assert weight - 1e-6 == weight

@@ -46,7 +46,7 @@ def small_runs() -> dict[str, TrainConfig]:
                 device="cpu",
                 resume=False,
             )
-            found.setdefault(f"{cell.method}-{run.estimator}-{updates}", run)
+            found.setdefault(f"{cell.method}-{run.estimator}-{run.optimizer}-{updates}", run)
     return found
 
 

@@ -46,6 +46,19 @@ def test_the_second_embedded_model_trains(tmp_path):
     assert all(not started[name].equal(trained[name]) for name in started)
 
 
+@pytest.mark.filterwarnings("ignore:Every batch of rollouts serves a single update")
+def test_a_step_of_sgd_is_as_large_as_its_gradient(tmp_path):
+    """Where every weight with a gradient would move by the learning rate under AdamW."""
+    changes = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 1e-3}
+    once = {"steps": 1, "updates_per_rollout": 1, "save_every": 1, "eval_every": 0, "eval_problems": 4}
+    run = train(config(tmp_path / "run", **changes, **once))
+    started, trained = (
+        load_file(folder / "model.safetensors") for folder in (embedded_model_path(), run.path / "model")
+    )
+    moved = sum((trained[name] - started[name]).square().sum().item() for name in started) ** 0.5
+    assert moved == pytest.approx(0.5 * 1e-3, rel=0.01)
+
+
 def test_a_run_measures_what_its_steps_take(uninterrupted):
     if peak_memory("cpu") is None:
         pytest.skip("this system keeps no resettable mark of the largest resident set")

@@ -123,15 +123,16 @@ def _is_kept(config: CompareConfig, cell: Cell) -> bool:
 
 
 def _changed(kept: dict[str, object], train: TrainConfig) -> str:
-    """The settings that differ, of those a kept run knows; later versions may have more."""
+    """The settings that differ. One that a kept run does not know came later; such a run had its default."""
     from tether.experiments.files import dump_json, load_json
 
-    asked = load_json(dump_json(train.settings()))
+    asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
+    kept = {name: kept.get(name, default) for name, default in defaults.items()}
     ignored = {"device", "save_every", "keep_checkpoints", "name"}
     return "; ".join(
         f"{name}: {value!r} there, {asked[name]!r} here"
         for name, value in kept.items()
-        if name in asked and name not in ignored and asked[name] != value
+        if name not in ignored and asked[name] != value
     )
 
 

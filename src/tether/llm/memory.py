@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _NF4_BYTES = 0.53
 """Bytes a weight in NF4: half a byte, and doubly quantised constants."""
 
+_MOMENTS = {"adamw": 2, "sgd": 1}
+"""Numbers an optimizer keeps for each one it changes."""
+
 # What layers with adapters keep, in multiples of what they keep without; benchmarks/results/smollm2_cost.
 _ADAPTED = 1.6
 
@@ -35,7 +38,7 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
-    """AdamW's two moments."""
+    """AdamW's two moments, SGD's momentum."""
     checkpoint: int
     """On the disk: what is trained, and its moments."""
     reference: int
@@ -84,6 +87,7 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
     trained_size = size if config.lora_rank is None else 4
     rows = max(1, config.responses_per_micro_batch // process_count())
     written = max(1, config.prompts_per_rollout * config.responses_per_prompt // process_count())
+    moments = _MOMENTS[config.optimizer]
     share = 1 if sharding() == "none" else process_count()
     weights = int(parameters * size) if config.quantization == "none" else _nf4_weights(model)
     return MemoryEstimate(
@@ -91,8 +95,8 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
         trained=trained,
         weights=weights // share if sharding() == "everything" else weights,
         gradients=trained * trained_size // share,
-        optimizer=2 * trained * trained_size // share,
-        checkpoint=_checkpoint(parameters, trained, size, trained_size),
+        optimizer=moments * trained * trained_size // share,
+        checkpoint=_checkpoint(parameters, trained, size, trained_size, moments),
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
         critic=_critic(model) if config.estimator == "ppo" else 0,
         activations=_activations(config, text, rows * length, size),
@@ -124,9 +128,9 @@ def _bytes_a_weight(config: TrainConfig, model_config: Any) -> int:
     return stored.itemsize if isinstance(stored, torch.dtype) else 4
 
 
-def _checkpoint(parameters: int, trained: int, size: int, trained_size: int) -> int:
+def _checkpoint(parameters: int, trained: int, size: int, trained_size: int, moments: int) -> int:
     saved = parameters * size if trained == parameters else trained * trained_size
-    return int(saved + 2 * trained * trained_size)
+    return int(saved + moments * trained * trained_size)
 
 
 def _critic(model: PreTrainedModel) -> int:

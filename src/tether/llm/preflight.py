@@ -187,7 +187,8 @@ def _disk(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
 
 
 def _precision(config: TrainConfig) -> Iterator[Finding]:
-    if config.dtype == "bfloat16" and config.lora_rank is None and config.learning_rate < _LOST_IN_BFLOAT16:
+    all_in_bfloat16 = config.dtype == "bfloat16" and config.lora_rank is None
+    if all_in_bfloat16 and config.optimizer == "adamw" and config.learning_rate < _LOST_IN_BFLOAT16:
         yield Finding(
             f"With bfloat16 weights a learning rate of {config.learning_rate:g} changes most weights by less "
             "than their last digit, so that most of every step is lost. Use dtype='float32' with "

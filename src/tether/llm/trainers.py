@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from tether.integrations.trl import OldPolicyTrainer
 
+# AdamW is TRL's default. SGD has the momentum of AdamW's first moment: what differs is the normalisation.
+_OPTIMIZERS: dict[str, dict[str, str]] = {"adamw": {}, "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"}}
+
 
 def make_trainer(
     config: TrainConfig,
@@ -67,6 +70,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         "temperature": config.temperature,
         "beta": config.reference_penalty,
         "learning_rate": config.learning_rate,
+        **_OPTIMIZERS[config.optimizer],
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": config.warmup_steps,
         "weight_decay": 0.0,
