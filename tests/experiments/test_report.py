@@ -299,7 +299,7 @@ def test_cycles_of_updates_become_one_point_each(make_run: WriteRun) -> None:
         steps[i]["reward"] = float(i)
     runs = load_runs([make_run("a", steps, settings={"updates_per_rollout": 4})])
     specs = {spec.metric: spec for spec in LLM_PANELS}
-    panels = {name: _panel(runs, specs[name]) for name in ("kl_max", "kl_mean", "reward")}
+    panels = {name: _panel(runs, specs[name], frozenset()) for name in ("kl_max", "kl_mean", "reward")}
     shown = {name: panel.curves["TROLL"][0] for name, panel in panels.items() if panel is not None}
     assert shown["kl_max"].x.tolist() == list(range(4, 41, 4))
     assert shown["kl_max"].y.tolist() == pytest.approx([0.4] * 10)

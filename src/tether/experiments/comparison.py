@@ -8,7 +8,7 @@ holds for few seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from tether.experiments.statistics import (
     difference_interval,
     improvement_interval,
     interquartile_mean,
+    known_mean,
     permutation_p_value,
 )
-from tether.experiments.summary import RunData, format_gain, format_interval, headline_metric
+from tether.experiments.summary import RunData, format_gain, format_interval, format_range, headline_metric
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -139,8 +140,8 @@ def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None
         middle=_interval(scores, interquartile_mean),
         over_training=_interval([float(np.mean(curve[1:] or curve)) for curve in curves], np.mean),
         against=None if others is None else _against(scores, _finals(others, metric)),
-        samples=_mean(entry.samples for entry in group),
-        tokens=_mean(_last(entry.run, "tokens") for entry in group),
+        samples=known_mean(entry.samples for entry in group),
+        tokens=known_mean(_last(entry.run, "tokens") for entry in group),
         seconds=float(np.mean([entry.run.seconds for entry in group])),
         cost=cost_of([entry.run for entry in group], None if others is None else [e.run for e in others]),
     )
@@ -178,11 +179,6 @@ def _interval(values: Sequence[float], statistic: Any) -> Interval:
 def _last(run: RunData, name: str) -> float | None:
     values = run.values(name)
     return float(values[-1]) if values.size else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 # ---------------------------------------------------------------------- for people and programs
@@ -290,7 +286,7 @@ def _caption(rows: Sequence[Row], baseline: str | None) -> str:
     """What the columns mean, and the budget each run had."""
     tests = f" Difference to {baseline}; p by permutation of the seeds." if baseline else ""
     budget = ", ".join(
-        f"{_range([value for value in values if value is not None], form)}{unit}"
+        f"{format_range(values, form)}{unit}"
         for values, form, unit in (
             ([row.samples for row in rows], _thousands, " responses"),
             ([row.tokens for row in rows], _thousands, " tokens"),
@@ -300,11 +296,6 @@ def _caption(rows: Sequence[Row], baseline: str | None) -> str:
         if any(value is not None for value in values)
     )
     return f"In parentheses: 95 % bootstrap over seeds.{tests} A run: {budget}."
-
-
-def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
-    low, high = form(min(values)), form(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def by_point(rows: Iterable[Row]) -> Mapping[str, list[Row]]:

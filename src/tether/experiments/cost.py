@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tether.experiments.peak_memory import MEMORY_METRICS
-from tether.experiments.summary import RunData
+from tether.experiments.statistics import known_mean
+from tether.experiments.summary import RunData, format_range
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,11 +55,11 @@ def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost
     """The cost of a method's runs, beside the baseline's where they are given."""
     kinds = {memory[0] for memory in (run.peak_memory for run in runs) if memory is not None}
     return Cost(
-        step_seconds=_mean(map(_step_seconds, runs)),
-        step_ratio=_ratio(runs, baseline, _step_seconds),
-        processor_seconds=_mean(map(_processor_seconds, runs)),
-        processor_ratio=_ratio(runs, baseline, _processor_seconds),
-        memory_bytes=_mean(map(_bytes, runs)) if len(kinds) == 1 else None,
+        step_seconds=known_mean(map(_of_a_step("step_seconds"), runs)),
+        step_ratio=_ratio(runs, baseline, _of_a_step("step_seconds")),
+        processor_seconds=known_mean(map(_of_a_step("processor_seconds"), runs)),
+        processor_ratio=_ratio(runs, baseline, _of_a_step("processor_seconds")),
+        memory_bytes=known_mean(map(_bytes, runs)) if len(kinds) == 1 else None,
         memory_of=kinds.pop() if len(kinds) == 1 else None,
         memory_ratio=_ratio(runs, baseline, _bytes) if _one_kind(runs, baseline) else None,
     )
@@ -93,12 +94,12 @@ def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | No
     table.add_column("method", overflow="fold", min_width=12)
     for column in columns:
         table.add_column(column.heading, justify="right")
-        table.add_column(f"x {baseline}", justify="right")
+        table.add_column("ratio", justify="right")
     for method, group in costs.items():
         cells = []
         for column in columns:
             ratios = [column.ratio(cost) for cost in group]
-            cells.append(_range([column.value(cost) for cost in group], column.form))
+            cells.append(format_range([column.value(cost) for cost in group], column.form))
             cells.append("1" if method == baseline else _factor(ratios))
         table.add_row(Text(method), *cells)
     return table
@@ -145,17 +146,16 @@ def _caption(costs: Sequence[Cost], baseline: str, points: int) -> str:
     kinds = sorted({MEMORY_METRICS[cost.memory_of] for cost in costs if cost.memory_of is not None})
     over = "" if points < 2 else f" and geometric mean of up to {points} points of the grid"
     memory = f" Memory: {' or '.join(kinds)}, the most of any step beyond the start." if kinds else ""
-    return f"Multiples of {baseline}: median over seeds{over}, each seed with its own.{memory}"
+    return f"Ratio: to {baseline}, median over seeds{over}, each seed with its own.{memory}"
 
 
-def _step_seconds(run: RunData) -> float | None:
-    seconds = run.values("step_seconds")
-    return float(np.mean(seconds)) if seconds.size else None
+def _of_a_step(metric: str) -> Callable[[RunData], float | None]:
+    """The mean of a metric over a run's steps, as a function of the run."""
 
+    def mean(run: RunData) -> float | None:
+        return known_mean(run.values(metric))
 
-def _processor_seconds(run: RunData) -> float | None:
-    seconds = run.values("processor_seconds")
-    return float(np.mean(seconds)) if seconds.size else None
+    return mean
 
 
 def _bytes(run: RunData) -> float | None:
@@ -174,19 +174,6 @@ def _ratio(
     pairs = [(of(run), theirs.get(run.config.seed)) for run in runs]
     ratios = [ours / base for ours, base in pairs if ours is not None and base]
     return float(np.median(ratios)) if ratios else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
-def _range(values: Sequence[float | None], form: Callable[[float], str]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    low, high = form(min(known)), form(max(known))
-    return low if low == high else f"{low} to {high}"
 
 
 def _factor(ratios: Iterable[float | None]) -> str:

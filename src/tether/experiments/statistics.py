@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics as standard
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,16 @@ def interquartile_mean(values: ArrayLike, axis: int | None = None) -> NDArray[np
     cut = count // 4
     middle = np.take(ordered, np.arange(cut, count - cut), axis=axis)
     return np.asarray(middle.mean(axis=axis))
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Mean of those that were measured; None where none was.
+
+    >>> known_mean([1.0, None, 2.0]), known_mean([None])
+    (1.5, None)
+    """
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def bootstrap_interval(

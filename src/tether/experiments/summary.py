@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +76,7 @@ class RunData:
         """Training time."""
         return max((float(record.get("time_s", 0.0)) for record in (*self.metrics, *self.evals)), default=0.0)
 
-    @property
+    @cached_property
     def peak_memory(self) -> tuple[str, int] | None:
         """The most a step took beyond the start of training: one of `MEMORY_METRICS`, and bytes."""
         return largest(self.metrics)
@@ -282,6 +282,19 @@ def format_interval(interval: Interval | None, fraction: bool) -> str:
         return value
     separator = "-" if interval.low >= 0 else " to "
     return f"{value} ({interval.low * scale:{form}}{separator}{interval.high * scale:{form}})"
+
+
+def format_range(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+    """From the least to the most of those that are known.
+
+    >>> format_range([3, None, 1], str), format_range([2.04, 2.0], "{:.1f}".format), format_range([None], str)
+    ('1 to 3', '2.0', '-')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, high = form(min(known)), form(max(known))
+    return low if low == high else f"{low} to {high}"
 
 
 def format_gain(interval: Interval | None, fraction: bool) -> str:

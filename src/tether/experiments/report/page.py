@@ -13,7 +13,7 @@ from tether.errors import MissingDependencyError
 from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.progress import format_duration
-from tether.experiments.report.panels import MOST_COLOURED, Picture, other_pictures, pictures
+from tether.experiments.report.panels import MOST_COLOURED, Picture, in_background, other_pictures, pictures
 from tether.experiments.report.responses import samples
 from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
 from tether.experiments.report.words import date_text, two_lines
@@ -81,8 +81,10 @@ def write_report(
     runs = load_runs(run_paths)
     out = Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
-    plots, others = pictures(runs), other_pictures(runs)
-    html = _render(runs, plots, others, title, comparison)
+    summaries = summarise(runs)
+    background = in_background(summaries)
+    plots, others = pictures(runs, background), other_pictures(runs, background)
+    html = _render(runs, summaries, plots, others, title, comparison)
     folder = page.with_name(f"{page.stem}-plots")
     for picture in [*plots, *others]:
         for theme, png in picture.png.items():
@@ -93,12 +95,12 @@ def write_report(
 
 def _render(
     runs: list[RunData],
+    summaries: list[MethodSummary],
     plots: list[Picture],
     others: list[Picture],
     title: str | None,
     comparison: tuple[str, Sequence[Row], str | None] | None,
 ) -> str:
-    summaries = summarise(runs)
     shared, differing = compare_settings(runs)
     return _template().render(
         title=title or _title(runs, [summary.label for summary in summaries]),

@@ -13,12 +13,12 @@ from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, sma
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.statistics import Curve, Statistic, block_curve
 from tether.experiments.summary import (
+    MethodSummary,
     RunData,
     by_label,
     headline_metric,
     metric_text,
     own_headlines,
-    summarise,
 )
 
 if TYPE_CHECKING:
@@ -141,10 +141,9 @@ _NOT_METRICS = {"step", "time_s", "env_steps", "problems"}
 _PANELS_A_PICTURE = 12
 
 
-def pictures(runs: Sequence[RunData]) -> list[Picture]:
-    """The plots of the kind of run, those that have numbers."""
+def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) -> list[Picture]:
+    """The plots of the kind of run, those that have numbers; labels in the background are grey."""
     made = []
-    background = in_background(runs)
     for spec in _specs(runs):
         panel = _panel(runs, spec, background)
         if panel is not None:
@@ -155,7 +154,7 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     return made
 
 
-def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
+def other_pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) -> list[Picture]:
     """Small plots of every number that `pictures` does not show."""
     shown = {(spec.source, spec.metric) for spec in _specs(runs)}
     if runs[0].config.kind == "episodic":
@@ -163,7 +162,6 @@ def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
     named = {(_TRAINING, name) for run in runs for name in run.names} | {
         (_EVALUATION, name) for run in runs for name in run.eval_names
     }
-    background = in_background(runs)
     left = sorted(pair for pair in named - shown if pair[1] not in _NOT_METRICS)
     panels = []
     for source, name in left:
@@ -180,11 +178,9 @@ def other_pictures(runs: Sequence[RunData]) -> list[Picture]:
     return made
 
 
-def in_background(runs: Sequence[RunData]) -> frozenset[str]:
-    """The labels that are too many to be told apart by colour."""
-    if len(by_label(runs)) <= MOST_COLOURED:
-        return frozenset()
-    return frozenset(summary.label for summary in summarise(runs)[MOST_COLOURED:])
+def in_background(summaries: Sequence[MethodSummary]) -> frozenset[str]:
+    """Of methods, the best first, the labels that are too many to be told apart by colour."""
+    return frozenset(summary.label for summary in summaries[MOST_COLOURED:])
 
 
 def bounds(runs: Sequence[RunData], setting: str) -> dict[str, float]:
@@ -218,7 +214,7 @@ def _specs(runs: Sequence[RunData]) -> tuple[Spec, ...]:
     return (own, *specs)
 
 
-def _panel(runs: Sequence[RunData], spec: Spec, background: frozenset[str] = frozenset()) -> Panel | None:
+def _panel(runs: Sequence[RunData], spec: Spec, background: frozenset[str]) -> Panel | None:
     curves: dict[str, list[Curve]] = {}
     for label, group in by_label(runs).items():
         evaluated = spec.source == _EVALUATION
