@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tether.errors import MissingDependencyError, TetherError
+from tether.errors import MissingDependencyError, TetherError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -60,7 +59,9 @@ def _run(arguments: list[str]) -> int:
         return 0
     command = _COMMANDS.get(" ".join(words))
     if command is None:
-        print(f"tether: no command {' '.join(words)!r}.{_nearest(words)}\n\n{_HELP}", file=sys.stderr)
+        name = " ".join(words)
+        meant = did_you_mean(name, _COMMANDS, likeness=0.75)
+        print(f"tether: no command {name!r}.{meant}\n\n{_HELP}", file=sys.stderr)
         return 2
     try:
         command(arguments[len(words) :])
@@ -68,11 +69,6 @@ def _run(arguments: list[str]) -> int:
         _name_settings_files(arguments, ending.code)
         raise
     return 0
-
-
-def _nearest(words: list[str]) -> str:
-    found = difflib.get_close_matches(" ".join(words), _COMMANDS, n=1, cutoff=0.75)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def _name_settings_files(arguments: list[str], code: object) -> None:

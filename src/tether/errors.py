@@ -1,4 +1,4 @@
-"""The exceptions and warnings Tether raises.
+"""The exceptions and warnings Tether raises, and what their messages share.
 
 Every error subclasses `TetherError` and the standard exception a caller would expect, so both
 ``except tether.TetherError`` and ``except ValueError`` work. A message names the cause, the actual
@@ -6,6 +6,9 @@ value and the remedy.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class TetherError(Exception):
@@ -46,3 +49,18 @@ class SandboxError(TetherError, RuntimeError):
 
 class TetherWarning(UserWarning):
     """Something is allowed but very likely not what the user meant."""
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The end of a message on an unknown name: the known one nearest to it, if one is near.
+
+    Args:
+        name: what was given.
+        known: what could have been.
+        likeness: the least share of letters in common, in their order.
+
+    >>> did_you_mean("kl_bond", ["kl_bound", "alpha"]), did_you_mean("gamma", ["kl_bound"])
+    (" Did you mean 'kl_bound'?", '')
+    """
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return f" Did you mean {found[0]!r}?" if found else ""

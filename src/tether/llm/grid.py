@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, did_you_mean
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.methods import is_loss, method_label
@@ -129,15 +128,9 @@ def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
     if name not in _FIELDS:
         raise ConfigError(
             f"The axis {text!r} names no setting of a training run that a grid can vary."
-            f"{_nearest(name, _FIELDS)}"
+            f"{did_you_mean(name, _FIELDS)}"
         )
     return name, tuple(parse_value(value) for value in values.split(","))
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was likely meant, as a question; nothing where none is near."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
 
 
 def _cell(
@@ -160,7 +153,7 @@ def _cell(
             has = f" or an option of {name} ({', '.join(own)})" if own else ""
             raise ConfigError(
                 f"The method {method!r} sets {key!r}, which is no setting of a training run{has}."
-                f"{_nearest(key, [*_FIELDS, *own])}"
+                f"{did_you_mean(key, [*_FIELDS, *own])}"
             )
     folder = "-".join([_slug(method), *(_in_short(*place) for place in point), f"seed{seed}"])
     folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
