@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tether.cli import main
-from tether.errors import CheckpointError, ConfigError, InvalidInputError
+from tether.errors import CheckpointError, ConfigError, InvalidInputError, TetherError
 from tether.llm import answers, evaluate
 from tether.llm.eval_config import EvalConfig
 from tether.llm.evaluate import evaluate as run_evaluation
@@ -229,6 +229,15 @@ def test_an_interrupted_batch_is_asked_again_and_the_others_are_not(
 def test_what_is_answered_needs_no_model(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_load", lambda *_: pytest.fail("loaded"))
     assert run_evaluation(settings(measured))[0].summaries["model"].problems == 10
+
+
+def test_a_mistake_in_the_last_task_costs_no_answer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"code ask in conversations, but 'embedded' has no chat template"):
+        run_evaluation(settings(tmp_path / "chat", task=("arithmetic", "code")))
+    options = {"gsm8k.path": "/no/such/file.jsonl"}
+    with pytest.raises(TetherError, match="no/such/file"):
+        run_evaluation(settings(tmp_path / "data", task=("arithmetic", "gsm8k"), task_options=options))
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_another_measurement_or_other_data_in_the_folder_is_refused(tmp_path: Path, measured: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tether.errors import CheckpointError
+from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import atomic_write_json, dump_json, load_json
 from tether.llm.answers import Examinee, Row, collect_answers
 from tether.llm.eval_config import EvalConfig
@@ -122,22 +122,39 @@ def evaluate(config: EvalConfig) -> list[TaskResult]:
 def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row]]:
     """All tasks by one model, loaded once, if anything is left to ask."""
     loaded: list[Examinee] = []
+    with ExitStack() as stack:
+        # All tasks and problems first: a mistake in the last one must not cost the answers to the others.
+        tasks = {name: make_task(name, **config.options_of(name)) for name in config.task}
+        for task in tasks.values():
+            stack.enter_context(closing(task))
+        problems = {
+            name: task.problems(config.split, config.problems, config.seed) for name, task in tasks.items()
+        }
 
-    def load() -> Examinee:
-        if not loaded:
-            loaded.append(_load(config, model))
-        return loaded[0]
+        def load() -> Examinee:
+            if not loaded:
+                loaded.append(_load(config, model))
+                _check_template(loaded[0].tokenizer, model, tasks)
+            return loaded[0]
 
-    answered = {}
-    for name in config.task:
-        task = make_task(name, **config.options_of(name))
-        problems = task.problems(config.split, config.problems, config.seed)
-        file = None if config.output is None else config.output / f"{name}-{side}.jsonl"
-        with closing(task), _progress(f"{model} on {name}", len(problems)) as done:
-            answered[name] = collect_answers(config, load, task, name, problems, file, done)
+        answered = {}
+        for name, task in tasks.items():
+            file = None if config.output is None else config.output / f"{name}-{side}.jsonl"
+            with _progress(f"{model} on {name}", len(problems[name])) as done:
+                answered[name] = collect_answers(config, load, task, name, problems[name], file, done)
     loaded.clear()
     gc.collect()  # the next model may need the room
     return answered
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, model: str, tasks: Mapping[str, Task]) -> None:
+    """Refuse tasks the model cannot be asked before it is asked any."""
+    chats = [name for name, task in tasks.items() if task.chat]
+    if chats and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{' and '.join(chats)} ask in conversations, but {model!r} has no chat template. Use an "
+            "instruction-tuned model, put a chat_template into its tokenizer, or leave these tasks out."
+        )
 
 
 def _load(config: EvalConfig, model: str) -> Examinee:
