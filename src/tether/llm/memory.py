@@ -105,14 +105,16 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
 
 
 def available_memory(device: str = "auto") -> tuple[int, str]:
-    """Bytes that are free, and of what: the GPU, or this machine (or container).
+    """Bytes that are free, and of what: this process's GPU, or this machine (or container).
 
     >>> available, place = available_memory("cpu")
     >>> available > 0, place
     (True, 'memory')
     """
+    from tether.llm.process import local_rank
+
     if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0], "GPU memory"
+        return torch.cuda.mem_get_info(local_rank())[0], "GPU memory"
     import psutil
 
     free = int(psutil.virtual_memory().available)
