@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from tether.cli import main
@@ -28,6 +32,23 @@ def test_an_unknown_command_is_named_and_the_known_ones_listed(capsys):
     assert "Did you mean" not in shown
     assert run("llm", "trian") == 2
     assert "no command 'llm trian'. Did you mean 'llm train'?" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_traceback():
+    command = [sys.executable, "-u", "-m", "tether"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_pipe_that_breaks_elsewhere_is_no_reader(monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError("a worker died")
+
+    monkeypatch.setattr("tether.cli._run", broken)
+    with pytest.raises(BrokenPipeError, match="a worker died"):
+        main([])
 
 
 @pytest.mark.parametrize("words", [("llm",), ("llm", "--help"), ("episodic", "-h")])

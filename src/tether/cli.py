@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -41,7 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("tether: interrupted", file=sys.stderr)
         code = 130
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        code = 128 + signal.SIGPIPE
     sys.exit(code)
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output leads nowhere any more, since head has enough; then it is closed for good."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # The interpreter's last flush would fail as well, with a traceback nobody needs.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _run(arguments: list[str]) -> int:
