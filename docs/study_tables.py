@@ -22,13 +22,20 @@ STUDIES = {
     "e": "(e) Learning rates, 16 updates a batch",
     "f": "(f) Entropy and KL over training, 64 updates a batch, learning rate 3e-4",
     "g": "(g) Keeping the network inside, 64 updates a batch, learning rate 3e-4, validation problems",
-    "h": "(h) The longer task",
-    "h-second-family": "(h) A second model family",
+    "g-gspo": "(g) TROLL on GSPO's ratio, 64 updates a batch, learning rate 3e-4, validation problems",
+    "g-optimizer": "(g) SGD instead of Adam, 64 updates a batch, validation problems",
+    "h-second-family": "(h) A second model family, learning rate 3e-4",
+    "h-longer-task": "(h) The longer task, learning rate 1e-4",
     "quick-a": "Small version of (a)",
     "quick-b": "Small version of (b)",
     "quick-c": "Small version of (c)",
     "search": "The search for settings, 16 updates a batch, validation problems",
+    "search-64": "The same settings at 64 updates a batch, learning rate 3e-4, validation problems",
+    "g-optimizer-search": "SGD's learning rates, validation problems",
 }
+
+# One or two seeds a setting: for choosing, not for a method's own page.
+_SEARCHES = ("search", "search-64", "g-optimizer-search")
 
 _LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
 _NOTE = (
@@ -52,10 +59,10 @@ def results_page() -> str:
 
 
 def results_of(method: str) -> str:
-    """A method's rows of every study that has any; the search, of two seeds a setting, is none."""
+    """A method's rows of every study that has any, searches apart."""
     lines = []
     for study, title in STUDIES.items():
-        table = None if study == "search" else _table(study)
+        table = None if study in _SEARCHES else _table(study)
         for row in [] if table is None else table["rows"]:
             if method_of(row["method"]) == method:
                 where = f"{title}{', ' if row['point'] else ''}{row['point']}"

@@ -119,3 +119,9 @@ def test_results_on_a_methods_page_are_those_of_the_kept_runs(
     assert f"| (b) Staleness, learning rate 3e-4, 8 updates {line} 0.50 | wins, p 0.040 |" in page
     assert line in site_pages.written_pages()["study_results.md"]
     assert "Nothing yet" in site_pages.method_page("cispo")
+
+
+def test_every_study_of_success_is_on_the_page_of_results() -> None:
+    grids = [path.read_text() for path in (ROOT / "benchmarks" / "studies").rglob("*.yaml")]
+    kept_in = [text.split("results: benchmarks/results/studies/")[1].split()[0] for text in grids]
+    assert sorted(study_tables.STUDIES) == sorted(set(kept_in) - {"i"})  # (i) is about cost
