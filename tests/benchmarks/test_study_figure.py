@@ -76,3 +76,27 @@ def test_a_method_without_runs_is_named(study: Path) -> None:
 def test_runs_that_differ_in_something_else_are_not_mixed(study: Path) -> None:
     with pytest.raises(ConfigError, match="two runs of TROLL with 1 updates and seed 0"):
         study_figure.main([str(study)])
+
+
+def test_training_is_drawn_by_batches_of_responses(tmp_path: Path) -> None:
+    for method, seed, updates in (("troll", 0, 8), ("troll", 1, 8), ("clip", 0, 8)):
+        settings = {"trust_region": method, "updates_per_rollout": updates, "learning_rate": 1e-4}
+        path = tmp_path / f"{method}-{seed}"
+        with RunFolder.create(path, kind="llm", label="x", seed=seed, settings=settings) as run:
+            for step in (8, 16):
+                run.log(step, entropy=1 / step, kl_mean=0.01 * step)
+                run.log_eval(step, success=step / 16)
+            run.mark_finished()
+    runs = load_runs([tmp_path])
+    curves = study_figure.over_training(runs, "entropy", evaluated=False)
+    assert {method: len(seeds) for method, seeds in curves.items()} == {"clip": 1, "TROLL": 2}
+    assert curves["TROLL"][0].x.tolist() == [1, 2]
+    assert curves["TROLL"][0].y.tolist() == [1 / 8, 1 / 16]
+    assert study_figure.over_training(runs, "success", evaluated=True)["clip"][0].y.tolist() == [0.5, 1.0]
+    study_figure.main([str(tmp_path), "--over-training"])
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "over-training-dark.png",
+        "over-training.png",
+    ]
+    with pytest.raises(ConfigError, match="two runs of clip with seed 0"):
+        study_figure.over_training([*runs, *runs], "entropy", evaluated=False)
