@@ -166,7 +166,7 @@ def _training_panels(
     return [
         Panel(f"Held-out success{at}", curves("success", evaluated=True), percent=True, **common),
         Panel(f"Entropy (nats){at}", curves("entropy"), **common),
-        Panel(f"Mean KL of the network (nats){at}", curves("kl_mean"), log=True, **common),
+        Panel(f"Mean KL of the network (nats){at}", curves("kl_mean"), from_zero=True, **common),
     ]
 
 
