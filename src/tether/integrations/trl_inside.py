@@ -60,9 +60,12 @@ class InsideTrainer(OldPolicyTrainer):
 
         inside: how.
 
-    `kl_stop` works with every trust region, the others with `TROLLTrainer`. An update that is skipped
-    leaves the weights and Adam's moments as they are. Logs `trust_region/stopped` (1 where an update was
-    skipped) and `trust_region/alpha`; a checkpoint holds the alpha it had come to.
+    `kl_stop` works with every trust region, the others with `TROLLTrainer`. It reads
+    `trust_region/kl_mean`, which holds lower bounds for tokens compared on their likeliest ids alone (TROLL's
+    certified ones, all of a rival's): it never stops too early, and late by what moved among the other ids.
+    An update that is skipped leaves the weights and the optimizer's moments as they are. Logs
+    `trust_region/stopped` (1 where an update was skipped) and `trust_region/alpha`; a checkpoint holds the
+    alpha it had come to.
 
     Raises:
         ConfigError: alpha or regression without TROLL, no update left to the policy gradient, updates that
