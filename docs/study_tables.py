@@ -15,6 +15,7 @@ STUDIES = {
     "a-tuned": "(a) Trust region by estimator, 8 updates a batch, learning rate 1e-4",
     "b": "(b) Staleness, learning rate 3e-4",
     "b-curve": "(b) Staleness, the points between, learning rate 3e-4",
+    "b-64": "(b) Other settings at 64 updates a batch, learning rate 3e-4",
     "b-tuned": "(b) Staleness, learning rate 1e-4",
     "c": "(c) GSPO's ratio, learning rate 3e-4",
     "c-tuned": "(c) GSPO's ratio, learning rate 1e-4",
