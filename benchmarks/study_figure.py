@@ -34,8 +34,7 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     Raises:
         ConfigError: two runs of a method, staleness and seed, which differ in something else.
     """
-    if learning_rate is not None:
-        runs = [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
+    runs = _with_rate(runs, learning_rate)
     labels = _labels(runs)
     found: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
@@ -66,8 +65,7 @@ def over_training(
     Raises:
         ConfigError: two runs of a method and seed, which differ in something else.
     """
-    if learning_rate is not None:
-        runs = [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
+    runs = _with_rate(runs, learning_rate)
     labels = _labels(runs)
     found: dict[str, dict[int, Curve]] = {}
     for run in runs:
@@ -82,6 +80,12 @@ def over_training(
             )
         found[method][seed] = Curve(curve.x / run.config.settings["updates_per_rollout"], curve.y)
     return {method: list(seeds.values()) for method, seeds in found.items()}
+
+
+def _with_rate(runs: Sequence[RunData], learning_rate: float | None) -> Sequence[RunData]:
+    if learning_rate is None:
+        return runs
+    return [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
 
 
 def _labels(runs: Sequence[RunData]) -> dict[Path, str]:

@@ -88,7 +88,8 @@ class TrainConfig:
     """Peak learning rate."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, whose steps are as large as the learning rate says however small the gradient; or SGD with
-    momentum 0.9, whose steps shrink with it: half the memory, learning rates a thousand times as large."""
+    momentum 0.9, whose steps shrink with it: half the memory, and other learning rates (0.003 suits the
+    embedded model)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises."""
     max_grad_norm: float = 1.0
