@@ -65,7 +65,7 @@ def test_a_trajectory_outside_of_the_joints_range_is_not_run_and_blamed_evenly_i
     assert episode.rewards.sum() == pytest.approx(-(2.1 + 4.2) / 2100)
     assert np.ptp(episode.rewards) == 0.0
     np.testing.assert_array_equal(episode.observations, np.tile(start.observation, (301, 1)))
-    assert episode.extras == {"hit_ball": 0, "returned": 0, "landing_error": 10.0}
+    assert episode.extras == {"hit_ball": 0, "returned": 0, "landing_error": 10.0, "broken": 0}
 
 
 def test_the_table_tennis_arm_follows_a_slow_trajectory() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from tether.episodic.adapters import FloatArray, PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.errors import SimulationError
 
 JOINT_LOW = np.array([-2.6, -2.0, -2.8, -0.9, -4.8, -1.6, -2.2])
 JOINT_HIGH = np.array([2.6, 2.0, 2.8, 3.1, 1.3, 1.6, 2.2])
@@ -29,6 +30,7 @@ _BALL_VELOCITY = np.array([2.5, 0.0, 0.5])
 _TABLE_HEIGHT, _NET_HEIGHT, _TABLE_END, _TABLE_SIDE, _GRAVITY = 0.77, 0.1, 1.1, 0.6, 9.81
 _SUCCESS_DISTANCE = 0.2
 _NOT_LANDED = 10.0
+_BROKEN = -25.0
 
 
 class TableTennisEnv(MujocoTaskEnv):
@@ -38,6 +40,9 @@ class TableTennisEnv(MujocoTaskEnv):
     Where the ball is served from and the target are drawn anew. The one reward of an episode comes when
     the ball's fate is decided (it lands after the hit, or reaches the floor) or at the last step. Success:
     returned to the other half, within 20 cm of the target.
+
+    A motion so violent that MuJoCo gives up is paid -25, as in the original, if the ball's fate was open; arm
+    and ball then stand still to the end of the episode.
 
     Args:
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
@@ -67,27 +72,40 @@ class TableTennisEnv(MujocoTaskEnv):
         self.data.qpos[:] = [*_START_JOINTS, *place, _BALL_HEIGHT]
         self.data.qvel[:] = [*np.zeros(7), *_BALL_VELOCITY]
         mujoco.mj_forward(self.model, self.data)
-        self._hit = self._bounced = self._returned = self._decided = False
+        self._hit = self._bounced = self._returned = self._decided = self._broken = False
         self._landing: FloatArray | None = None
         self._nearest_bat = self._nearest_target = math.inf
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
-        decided_before = self._decided
-        for _ in range(self.frame_skip):
-            self._simulate(action, 1)
-            if not decided_before:  # the rest of the deciding step still counts for the distances
-                self._watch_ball()
+        decided_before, broken_before = self._decided, self._broken
+        if not broken_before:
+            self._play(action, watch=not decided_before)
         reward = 0.0
         if not decided_before and (self._decided or self._steps >= self.horizon):
             self._decided = True
-            reward = self._final_reward()
+            reward = _BROKEN if self._broken else self._final_reward()
         miss = _NOT_LANDED if self._landing is None else math.dist(self._landing[:2], self._target)
         return reward, {
             "success": self._returned and miss < _SUCCESS_DISTANCE,
             "hit_ball": self._hit,
             "returned": self._returned,
             "landing_error": miss,
+            "broken": self._broken,
         }
+
+    def _play(self, action: FloatArray, watch: bool) -> None:
+        """Simulate one step, and where the simulation breaks go back to its beginning and stay there."""
+        before = self.data.qpos.copy(), self.data.qvel.copy()
+        try:
+            for _ in range(self.frame_skip):
+                self._simulate(action, 1)
+                if watch:  # the rest of the deciding step still counts for the distances
+                    self._watch_ball()
+        except SimulationError:
+            self._broken = self._decided = True
+            self._returned = self._returned and not watch
+            self.data.qpos[:], self.data.qvel[:] = before
+            mujoco.mj_forward(self.model, self.data)
 
     def _watch_ball(self) -> None:
         """Follow hit and landing, and how near the ball has come to bat and target, one simulator step."""
@@ -150,11 +168,12 @@ class TableTennisAdapter(PositionControlledEnv):
     horizon = TableTennisEnv.horizon
     dt = 0.008
     context_indices = (14, 15, 17, 18)
-    extra_names = ("hit_ball", "returned", "landing_error")
+    extra_names = ("hit_ball", "returned", "landing_error", "broken")
     refused_extras: ClassVar[Mapping[str, float]] = {
         "hit_ball": 0.0,
         "returned": 0.0,
         "landing_error": _NOT_LANDED,
+        "broken": 0.0,
     }
     controller = PDController(
         position_gains=[0.5, 2.0, 1.0, 2.0, 0.5, 2.0, 0.5],
