@@ -29,16 +29,20 @@ STUDIES = {
     "h-longer-task": "(h) The longer task, learning rate 1e-4",
     "h-longer-rivals": "(h) More rivals on the longer task, 64 updates a batch, learning rate 1e-4",
     "h-longer-gspo": "(h) GSPO's ratio on the longer task, learning rate 1e-4",
+    "h-longer-why": "(h) Parts of TROLL on the longer task, 64 updates a batch, learning rate 1e-4",
+    "h-shorter-rates": "(h) The short task at published defaults, 64 updates a batch",
+    "h-shorter-tokens": "(h) The short task with eight times the responses, 64 updates a batch",
     "quick-a": "Small version of (a)",
     "quick-b": "Small version of (b)",
     "quick-c": "Small version of (c)",
     "search": "The search for settings, 16 updates a batch, validation problems",
     "search-64": "The same settings at 64 updates a batch, learning rate 3e-4, validation problems",
+    "search-longer": "Settings on the longer task, 64 updates a batch, validation problems",
     "g-optimizer-search": "SGD's learning rates, validation problems",
 }
 
 # One or two seeds a setting: for choosing, not for a method's own page.
-_SEARCHES = ("search", "search-64", "g-optimizer-search")
+_SEARCHES = ("search", "search-64", "search-longer", "g-optimizer-search")
 
 _LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
 _NOTE = (
