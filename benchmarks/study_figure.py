@@ -4,15 +4,16 @@
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f --over-training
 
-The first writes success-by-updates.png, a panel for each learning rate; the second over-training.png, with
-success, entropy and KL. Both with a dark sibling, beside the runs or where --output says.
+The first writes success-by-updates.png, a panel for each learning rate and task; the second
+over-training.png, with success, entropy and KL of each. Both with a dark sibling, beside the runs or where
+--output says.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,32 @@ _LABELS = {"troll": "TROLL", "none": "no trust region"}
 _METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "clip_low", "clip_high", "max_grad_norm")
 
 
-def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> dict[str, list[Curve]]:
+def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:
+    """What is drawn apart: title -> the runs of a learning rate, if any are named, and of a task.
+
+    Raises:
+        ConfigError: a learning rate that no run has.
+    """
+    known = sorted({run.config.settings["learning_rate"] for run in runs})
+    missing = [rate for rate in learning_rates or () if rate not in known]
+    if missing:
+        raise ConfigError(f"No run has the learning rate {missing[0]:g}; there are {known}.")
+    found: dict[str, list[RunData]] = {}
+    several = len({_task(run) for run in runs}) > 1
+    for rate in learning_rates or [None]:
+        for run in runs:
+            if rate in (None, run.config.settings["learning_rate"]):
+                words = [_task(run)] if several else []
+                words += [] if rate is None else [f"learning rate {rate:g}"]
+                found.setdefault(", ".join(words), []).append(run)
+    return found
+
+
+def _task(run: RunData) -> str:
+    return str(run.config.settings.get("task", "?"))
+
+
+def final_by_updates(runs: Sequence[RunData]) -> dict[str, list[Curve]]:
     """Method -> a curve for each seed: the last sampled success over updates a batch.
 
     Only seeds that a method has at every staleness are drawn, so that a mean is one of the same seeds.
@@ -34,7 +60,6 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     Raises:
         ConfigError: two runs of a method, staleness and seed, which differ in something else.
     """
-    runs = _with_rate(runs, learning_rate)
     labels = _labels(runs)
     found: dict[str, dict[int, dict[int, float]]] = {}
     for run in runs:
@@ -57,15 +82,12 @@ def final_by_updates(runs: Sequence[RunData], learning_rate: float | None) -> di
     return curves
 
 
-def over_training(
-    runs: Sequence[RunData], name: str, *, evaluated: bool, learning_rate: float | None = None
-) -> dict[str, list[Curve]]:
+def over_training(runs: Sequence[RunData], name: str, *, evaluated: bool) -> dict[str, list[Curve]]:
     """Method -> a curve for each seed: a number over batches of responses.
 
     Raises:
         ConfigError: two runs of a method and seed, which differ in something else.
     """
-    runs = _with_rate(runs, learning_rate)
     labels = _labels(runs)
     found: dict[str, dict[int, Curve]] = {}
     for run in runs:
@@ -80,12 +102,6 @@ def over_training(
             )
         found[method][seed] = Curve(curve.x / run.config.settings["updates_per_rollout"], curve.y)
     return {method: list(seeds.values()) for method, seeds in found.items()}
-
-
-def _with_rate(runs: Sequence[RunData], learning_rate: float | None) -> Sequence[RunData]:
-    if learning_rate is None:
-        return runs
-    return [run for run in runs if run.config.settings["learning_rate"] == learning_rate]
 
 
 def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
@@ -125,11 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="where the pictures go; beside the runs if not given")
     options = parser.parse_args(arguments)
-    runs = load_runs(options.runs)
-    draw = _training_panels if options.over_training else _staleness_panels
-    panels = [
-        panel for rate in options.learning_rates or [None] for panel in draw(runs, rate, options.methods)
-    ]
+    panels_of = _training_panels if options.over_training else _staleness_panels
+    groups = parts(load_runs(options.runs), options.learning_rates)
+    panels = [panel for title, runs in groups.items() for panel in panels_of(title, runs)]
+    panels = _chosen(panels, options.methods)
     name = "over-training" if options.over_training else "success-by-updates"
     folder = options.output or options.runs[0]
     for theme, suffix in (("light", ""), ("dark", "-dark")):
@@ -143,30 +158,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(path)
 
 
-def _staleness_panels(
-    runs: Sequence[RunData], learning_rate: float | None, methods: Sequence[str] | None
-) -> list[Panel]:
+def _staleness_panels(title: str, runs: Sequence[RunData]) -> list[Panel]:
     return [
         Panel(
-            f"Success after training{_at(learning_rate)}",
-            _chosen(final_by_updates(runs, learning_rate), methods),
+            title[:1].upper() + title[1:] or "Success after training",
+            final_by_updates(runs),
             x_label="updates on each batch of responses",
-            y_label="held-out success",
+            y_label="held-out success after training",
             percent=True,
             markers=True,
         )
     ]
 
 
-def _training_panels(
-    runs: Sequence[RunData], learning_rate: float | None, methods: Sequence[str] | None
-) -> list[Panel]:
+def _training_panels(title: str, runs: Sequence[RunData]) -> list[Panel]:
     def curves(name: str, *, evaluated: bool = False) -> dict[str, list[Curve]]:
-        found = over_training(runs, name, evaluated=evaluated, learning_rate=learning_rate)
-        return _chosen(found, methods)
+        return over_training(runs, name, evaluated=evaluated)
 
     common: dict[str, Any] = {"x_label": "batches of responses", "markers": True}
-    at = _at(learning_rate)
+    at = _after(title)
     return [
         Panel(f"Held-out success{at}", curves("success", evaluated=True), percent=True, **common),
         Panel(f"Entropy (nats){at}", curves("entropy"), **common),
@@ -174,15 +184,19 @@ def _training_panels(
     ]
 
 
-def _at(learning_rate: float | None) -> str:
-    return "" if learning_rate is None else f", learning rate {learning_rate:g}"
+def _after(title: str) -> str:
+    return title and f", {title}"
 
 
-def _chosen(curves: dict[str, list[Curve]], methods: Sequence[str] | None) -> dict[str, list[Curve]]:
-    missing = sorted(set(methods or ()) - set(curves))
+def _chosen(panels: Sequence[Panel], methods: Sequence[str] | None) -> list[Panel]:
+    known = sorted(set().union(*(panel.curves for panel in panels)))
+    missing = sorted(set(methods or ()) - set(known))
     if missing:
-        raise ConfigError(f"No finished runs of {', '.join(missing)}; there are {', '.join(sorted(curves))}.")
-    return {method: curves[method] for method in methods or curves}
+        raise ConfigError(f"No finished runs of {', '.join(missing)}; there are {', '.join(known)}.")
+    of_each = [
+        {name: panel.curves[name] for name in methods or known if name in panel.curves} for panel in panels
+    ]
+    return [replace(panel, curves=curves) for panel, curves in zip(panels, of_each, strict=True) if curves]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ STUDIES = {
     "g-optimizer": "(g) SGD instead of Adam, 64 updates a batch, validation problems",
     "h-second-family": "(h) A second model family, learning rate 3e-4",
     "h-longer-task": "(h) The longer task, learning rate 1e-4",
+    "h-longer-curve": "(h) The longer task, the points between, learning rate 1e-4",
     "h-longer-rivals": "(h) More rivals on the longer task, 64 updates a batch, learning rate 1e-4",
     "h-longer-gspo": "(h) GSPO's ratio on the longer task, learning rate 1e-4",
     "h-longer-why": "(h) Parts of TROLL on the longer task, 64 updates a batch, learning rate 1e-4",

@@ -35,11 +35,39 @@ def study(tmp_path: Path) -> Path:
 
 
 def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
-    curves = study_figure.final_by_updates(load_runs([study]), 3e-4)
+    [runs] = study_figure.parts(load_runs([study]), [3e-4]).values()
+    curves = study_figure.final_by_updates(runs)
     assert list(curves) == ["TROLL"]
     [curve] = curves["TROLL"]
     assert curve.x.tolist() == [1, 8]
     assert curve.y.tolist() == pytest.approx([0.4, 1.1])
+
+
+def test_tasks_and_rates_are_drawn_apart(study: Path, tmp_path: Path) -> None:
+    settings = {"trust_region": "clip", "updates_per_rollout": 8, "learning_rate": 1e-4, "task": "chained"}
+    with RunFolder.create(tmp_path / "other", kind="llm", label="x", seed=0, settings=settings) as run:
+        run.log_eval(1, success=0.5)
+    runs = load_runs([study, tmp_path / "other"])
+    by_rate = {title: len(part) for title, part in study_figure.parts(runs, [3e-4, 1e-4]).items()}
+    assert by_rate == {
+        "?, learning rate 0.0003": 3,
+        "?, learning rate 0.0001": 3,
+        "chained, learning rate 0.0001": 1,
+    }
+    assert [len(part) for part in study_figure.parts(runs, None).values()] == [6, 1]
+    with pytest.raises(ConfigError, match=r"No run has the learning rate 0.01; there are \[0.0001, 0.0003\]"):
+        study_figure.parts(runs, [0.01])
+
+
+def test_a_method_is_drawn_where_it_has_runs(study: Path, tmp_path: Path) -> None:
+    settings = {"trust_region": "clip", "updates_per_rollout": 8, "learning_rate": 1e-4, "task": "chained"}
+    with RunFolder.create(study / "other", kind="llm", label="x", seed=0, settings=settings) as run:
+        run.log_eval(1, success=0.5)
+        run.mark_finished()
+    study_figure.main(
+        [str(study), "--learning-rates", "1e-4", "--methods", "clip", "--output", str(tmp_path)]
+    )
+    assert (tmp_path / "success-by-updates.png").is_file()
 
 
 def test_settings_in_which_runs_of_a_method_differ_are_named(tmp_path: Path) -> None:
@@ -56,7 +84,7 @@ def test_settings_in_which_runs_of_a_method_differ_are_named(tmp_path: Path) -> 
             tmp_path / str(number), kind="llm", label="x", seed=0, settings=everything
         ) as run:
             run.log_eval(1, success=0.5)
-    drawn = study_figure.final_by_updates(load_runs([tmp_path]), None)
+    drawn = study_figure.final_by_updates(load_runs([tmp_path]))
     assert sorted(drawn) == ["TROLL", "TROLL kl_stop=0.1", "clip", "trm"]
 
 
