@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tether.errors import MissingDependencyError, TetherError, did_you_mean
 
@@ -36,6 +36,7 @@ options typed besides the file override it."""
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a Tether error becomes one message and exit code 1."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         code = _run(arguments)
     except TetherError as error:
@@ -48,7 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not _reader_has_gone():
             raise
         code = 128 + signal.SIGPIPE
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     sys.exit(code)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    """End as Ctrl-C does: a command that has started others stops them, instead of leaving them behind."""
+    raise SystemExit(128 + number)
 
 
 def _reader_has_gone() -> bool:

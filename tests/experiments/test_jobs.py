@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tether.cli import main
 from tether.errors import ConfigError
 from tether.experiments import RunFolder
 from tether.experiments.jobs import Job, RunFailedError, run_jobs
@@ -69,6 +73,31 @@ def test_time_up_stops_what_runs_and_the_next_call_goes_on(tmp_path: Path) -> No
     assert 0 < done < 400
     assert run_jobs([job(tmp_path, "a", steps=done + 1), jobs[1]], at_once=2) == []
     assert [line["step"] for line in RunFolder.open(jobs[0].folder).metrics()] == list(range(1, done + 2))
+
+
+def test_a_command_that_is_terminated_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As schedulers end a command: without this its runs would go on, and refuse its next call."""
+    one = job(tmp_path, "a", steps=4000, pause=0.01)
+    metrics = one.folder / "metrics.jsonl"
+
+    def terminate_once_it_runs() -> None:
+        while not metrics.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("tether.cli._run", lambda _: run_jobs([one], at_once=1))
+    before = signal.getsignal(signal.SIGTERM)
+    killer = threading.Thread(target=terminate_once_it_runs, daemon=True)
+    killer.start()
+    with pytest.raises(SystemExit) as ending:
+        main([])
+    assert ending.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    done = metrics.read_bytes()
+    time.sleep(0.5)
+    assert metrics.read_bytes() == done
 
 
 def test_what_is_finished_already_is_told_and_not_run_again(tmp_path: Path) -> None:
