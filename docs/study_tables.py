@@ -25,6 +25,7 @@ STUDIES = {
     "g": "(g) Keeping the network inside, 64 updates a batch, learning rate 3e-4, validation problems",
     "g-gspo": "(g) TROLL on GSPO's ratio, 64 updates a batch, learning rate 3e-4, validation problems",
     "g-optimizer": "(g) SGD instead of Adam, 64 updates a batch, validation problems",
+    "g-longer": "(g) The longer task, 64 updates a batch, learning rate 1e-4, validation problems",
     "h-second-family": "(h) A second model family, learning rate 3e-4",
     "h-longer-task": "(h) The longer task, learning rate 1e-4",
     "h-longer-curve": "(h) The longer task, the points between, learning rate 1e-4",
