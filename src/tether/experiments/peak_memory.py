@@ -102,8 +102,10 @@ def peak_memory(device: torch.device | str) -> PeakMemory | None:
     >>> memory = peak_memory("cpu")
     >>> if memory is not None:
     ...     memory.restart()
-    ...     block = torch.ones(16 * 2**20)
-    ...     taken = memory.peak()  # some 64 MB, less what the process gave back meanwhile
+    ...     block = torch.ones(16 * 2**20)  # 64 MB
+    ...     taken = memory.peak()
+    ...     del block
+    ...     assert memory.peak() >= taken  # the most, not what is in use now
     """
     device = torch.device(device)
     if device.type == "cuda":
