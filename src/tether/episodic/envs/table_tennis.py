@@ -77,8 +77,8 @@ class TableTennisEnv(MujocoTaskEnv):
         self._nearest_bat = self._nearest_target = math.inf
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
-        decided_before, broken_before = self._decided, self._broken
-        if not broken_before:
+        decided_before = self._decided
+        if not self._broken:
             self._play(action, watch=not decided_before)
         reward = 0.0
         if not decided_before and (self._decided or self._steps >= self.horizon):
