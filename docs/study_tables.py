@@ -39,7 +39,7 @@ STUDIES = {
     "h-shorter-tokens-rivals": "(h) The same, more rivals, learning rate 3e-4",
     "h-second-family-longer": "(h) The second family on the longer task, learning rate 1e-4",
     "h-second-family-rivals": "(h) The same, more rivals, 64 updates a batch",
-    "h-second-family-tokens": "(h) The second family, eight times the responses, 64 updates a batch, learning rate 3e-4",
+    "h-second-family-tokens": "(h) The second family, eight times the responses, 64 updates a batch",
     "quick-a": "Small version of (a)",
     "quick-b": "Small version of (b)",
     "quick-c": "Small version of (c)",
