@@ -31,7 +31,6 @@ STUDIES = {
     "h-longer-rivals": "(h) More rivals on the longer task, 64 updates a batch, learning rate 1e-4",
     "h-longer-gspo": "(h) GSPO's ratio on the longer task, learning rate 1e-4",
     "h-longer-why": "(h) Parts of TROLL on the longer task, 64 updates a batch, learning rate 1e-4",
-    "h-longer-pull": "(h) Stronger pulls on the longer task, 64 updates a batch, learning rate 1e-4",
     "h-longer-best": "(h) The longer task, settings searched on it, 64 updates a batch, learning rate 1e-4",
     "h-longer-tuned": "(h) The longer task, settings searched on it, 64 updates a batch, learning rate 3e-5",
     "h-shorter-rates": "(h) The short task at published defaults, 64 updates a batch",
