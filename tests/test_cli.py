@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -107,13 +109,67 @@ def test_a_settings_file_that_cannot_be_used_is_named(tmp_path, capsys, content,
     assert str(path) in shown
 
 
-def test_a_misspelt_key_in_a_file_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("train", "stepz: 3", "sets stepz, which is no option here. Did you mean 'steps'?"),
+        (
+            "compare",
+            "train: {kl-bond: 3}",
+            "sets train.kl-bond, which is no option here. Did you mean 'kl_bound'?",
+        ),
+        ("train", "zzz: 3", "sets zzz, which is no option here. --help"),
+    ],
+)
+def test_a_misspelt_key_in_a_file_is_named_with_the_file_and_the_nearest(
+    tmp_path, capsys, command, content, message
+):
     path = tmp_path / "settings.yaml"
-    path.write_text("stepz: 3\n")
+    path.write_text(content)
+    assert run("llm", command, "--config", str(path)) == 1
+    assert f"{path} {message}" in capsys.readouterr().err
+
+
+def test_a_wrong_value_in_a_file_names_the_file(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text("steps: many\n")
     assert run("llm", "train", "--config", str(path)) == 2
     shown = capsys.readouterr().err
-    assert "stepz" in shown
+    assert "--steps" in shown
     assert str(path) in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("llm", "train", "--steps", "8"),
+        ("llm", "compare"),
+        ("llm", "eval", "--model", "embedded", "--task", "chained"),
+        ("episodic", "train"),
+        ("episodic", "compare"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_ends_in_a_message(command, monkeypatch, capsys):
+    # Tests may run as root, whom permissions do not stop: the system's refusal is made here.
+    def mkdir(path, *mode, made=os.mkdir, **where):
+        if str(path).startswith("/nowhere"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        made(path, *mode, **where)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert run(*command, "--output", "/nowhere/run") == 1
+    shown = capsys.readouterr().err
+    assert "tether: /nowhere" in shown
+    assert "Read-only file system. Choose a folder you may write to." in shown
+
+
+def test_an_error_of_the_system_that_is_no_folders_is_not_hidden(monkeypatch):
+    def broken(arguments):
+        raise OSError(errno.EIO, "a disk that fails", "/somewhere")
+
+    monkeypatch.setattr("tether.cli._run", broken)
+    with pytest.raises(OSError, match="a disk that fails"):
+        main([])
 
 
 def test_version(capsys):

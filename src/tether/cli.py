@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -14,6 +15,13 @@ from typing import Any, NoReturn, TypeVar
 from tether.errors import MissingDependencyError, TetherError, did_you_mean
 
 Config = TypeVar("Config")
+
+# What stands between a command and its folder: the machine's business, so a message and no traceback.
+_OF_THE_FOLDER = {
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Choose a folder you may write to."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space, or choose a folder on another disk."),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "Choose another path."),
+}
 
 _HELP = """\
 usage: tether COMMAND ...
@@ -42,13 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TetherError as error:
         print(f"tether: {error}", file=sys.stderr)
         code = 1
-    except KeyboardInterrupt:
-        print("tether: interrupted", file=sys.stderr)
-        code = 130
     except BrokenPipeError:
         if not _reader_has_gone():
             raise
         code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_THE_FOLDER:
+            raise
+        print(f"tether: {error.filename}: {error.strerror}. {_OF_THE_FOLDER[error.errno]}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("tether: interrupted", file=sys.stderr)
+        code = 130
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     sys.exit(code)
@@ -99,7 +112,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _name_settings_files(arguments: list[str], code: object) -> None:
-    """A refused option may come from a file, which the parser does not know of."""
+    """A refused value may come from a file, which the parser does not know of."""
     files = [file for option, file in pairwise(arguments) if option == "--config"]
     if code == 2 and files:
         print(f"tether: options were also read from {', '.join(files)}", file=sys.stderr)
@@ -141,7 +154,7 @@ def _llm_compare(arguments: list[str]) -> None:
 def _episodic_train(arguments: list[str]) -> None:
     from tether.episodic.options import TrainConfig, defaults_for
 
-    arguments = _with_settings_file(arguments)
+    arguments = _with_settings_file(arguments, TrainConfig)
     config = _parse(TrainConfig, "tether episodic train", arguments, default=defaults_for(arguments))
     from tether.episodic.commands import train_command
 
@@ -212,13 +225,13 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: Co
             "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
             "'tether-rl[episodic]' for robots."
         ) from error
-    arguments = _with_settings_file(arguments)
+    arguments = _with_settings_file(arguments, config)
     if default is None:
         return tyro.cli(config, prog=program, args=arguments)
     return tyro.cli(config, prog=program, args=arguments, default=default)
 
 
-def _with_settings_file(arguments: list[str]) -> list[str]:
+def _with_settings_file(arguments: list[str], config: type[Any]) -> list[str]:
     """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
@@ -227,7 +240,7 @@ def _with_settings_file(arguments: list[str]) -> list[str]:
         place = arguments.index("--config")
         if place + 1 == len(arguments):
             raise TetherError("--config needs a file name after it.")
-        from_file += options_from_file(arguments[place + 1])
+        from_file += options_from_file(arguments[place + 1], config)
         arguments = arguments[:place] + arguments[place + 2 :]
     return from_file + arguments
 
