@@ -208,10 +208,13 @@ def support_loss(rows: Rows, old: Support, tail: str, top_k: int) -> tuple[Spars
         assert own.top_log_probs is not None
         new = SparseLogProbs.from_top_k(own.top_ids, own.top_log_probs, rows.ids, log_probs, mass=MASS)
     tokens = project_tokens(
-        log_probs[None], old_sampled[None], torch.ones(1, rows.ids.numel()), rows.ids[None],
-        new[None], support[None], kl_bound=BOUND, tail=tail,  # type: ignore[arg-type]
+        new[None], support[None], rows.ids[None], torch.ones(1, rows.ids.numel()),
+        log_probs=log_probs[None], old_log_probs=old_sampled[None], kl_bound=BOUND,
+        support=tail,  # type: ignore[arg-type]
     )  # fmt: skip
-    loss(tokens.log_probs[0], tokens.old_log_probs[0], tokens.regression[0], rows.advantages).backward()
+    loss(
+        tokens.projected_log_probs[0], tokens.old_log_probs[0], tokens.regression[0], rows.advantages
+    ).backward()
     return new, tokens
 
 
@@ -234,7 +237,7 @@ def by_support(rows: Rows, top_k: int, tail: str) -> dict[str, Any]:
     support, old_sampled = old_support(rows, top_k)
     rows = rows.leaves()
     new, tokens = support_loss(rows, (support, old_sampled), tail, top_k)
-    result = project_sparse(new.detach(), support, BOUND, tail=tail)  # type: ignore[arg-type]
+    result = project_sparse(new.detach(), support, BOUND, support=tail)  # type: ignore[arg-type]
     divergences = []
     with torch.no_grad():
         for chunk in rows.chunks():

@@ -73,7 +73,7 @@ def dense_paper(work: Workload) -> Tensor:
     """TROLL with the paper's tail by our own projection, which the bracketing has nothing in common with."""
     logits = work.hidden @ work.weight.t()
     new = SparseLogProbs.from_logits(logits, work.shape.top_k, mass=1 - 1e-5, keep_ids=work.sampled)
-    result = project_sparse(new, work.old, KL_BOUND, tail="paper")
+    result = project_sparse(new, work.old, KL_BOUND, support="paper")
     old_log_probs = result.old.log_prob_of(work.sampled)
     sampled = result.log_probs.log_prob_of(work.sampled)
     return _troll(

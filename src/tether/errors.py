@@ -8,7 +8,12 @@ value and the remedy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class TetherError(Exception):
@@ -64,3 +69,28 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Let a function say what an argument is called now, when it is given by its former name.
+
+    >>> @renamed(tail="support")
+    ... def project(support): ...
+    >>> project(tail="bucket")
+    Traceback (most recent call last):
+    ...
+    tether.errors.InvalidInputError: project's argument 'tail' is called 'support' now.
+    """
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for former in names.keys() & kwargs:
+                raise InvalidInputError(
+                    f"{function.__name__}'s argument {former!r} is called {names[former]!r} now."
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

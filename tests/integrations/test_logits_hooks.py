@@ -46,7 +46,7 @@ class Case:
             keep = {"mass": 0.99, "keep_ids": ids}
             kept_old = SparseLogProbs.from_logits(old, top_k, **keep)
             kept_old = replace(kept_old, log_tail_min=old.amin(-1))
-            paper = settings.get("tail") == "paper"
+            paper = settings.get("support") == "paper"
             sides["old"] = kept_old
             sides["new"] = (
                 SparseLogProbs.from_logits(new, top_k, **keep)
@@ -64,7 +64,7 @@ class Case:
     [
         (None, {}, {}),
         (6, {}, {}),
-        (6, {"support": "paper", "mass": 0.99}, {"tail": "paper"}),
+        (6, {"support": "paper", "mass": 0.99}, {"support": "paper"}),
         (None, {"sequence_lengths": torch.tensor(LENGTHS)}, {"region": "sequence"}),
     ],
     ids=["dense", "few ids", "the paper's tail", "a sequence's mean"],
@@ -110,7 +110,7 @@ def test_the_unchanged_policy_has_ratio_one_and_the_plain_gradient() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"support": "exact"}, 'support must be "bucket" or "paper", got .exact.'),
+        ({"support": "exact"}, "support must be one of bucket, paper, got 'exact'"),
         ({"sequence_lengths": torch.tensor([4, 4])}, "add up to the 11 tokens, got .* with sum 8"),
         ({"kl_bound": 0.0}, "kl_bound"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -107,5 +108,5 @@ def test_modes_of_averaging_are_those_of_the_sources() -> None:
     """The defaults differ on purpose: GSPO, SAPO and GMPO average sequences, the others tokens."""
     by_sequence = {"gspo", "sapo", "gmpo"}
     for name, loss in LOSSES.items():
-        mode: LossAggMode = loss.__kwdefaults__["loss_agg_mode"]
+        mode: LossAggMode = inspect.signature(loss).parameters["loss_agg_mode"].default
         assert mode == ("seq-mean-token-mean" if name in by_sequence else "token-mean"), name

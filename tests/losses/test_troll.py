@@ -150,9 +150,7 @@ def test_unprojected_tokens_receive_exactly_no_gradient_from_the_regression(batc
         if sparse:
             old = SparseLogProbs.from_logits(batch.old_logits, 4, keep_ids=batch.ids)
             distributions = (SparseLogProbs.at_ids(logits, old.ids), old)
-        tokens = project_tokens(
-            batch.sampled(new), batch.sampled(old_log_probs), batch.mask, batch.ids, *distributions
-        )
+        tokens = project_tokens(*distributions, batch.ids, batch.mask)
         (gradient,) = torch.autograd.grad(tokens.regression.sum(), logits)
         free = ~tokens.projected
         assert tokens.projected.any()
@@ -169,7 +167,7 @@ def test_the_regression_pulls_towards_the_projection(batch: _Batch) -> None:
 
     def tokens(z: Tensor) -> Any:
         new = z.log_softmax(-1)
-        return project_tokens(batch.sampled(new), batch.sampled(old), batch.mask, batch.ids, new, old)
+        return project_tokens(new, old, batch.ids, batch.mask)
 
     before = tokens(logits)
     (gradient,) = torch.autograd.grad(before.regression.sum(), logits)
@@ -213,7 +211,7 @@ def test_gradients_of_every_variant_equal_finite_differences(
             return batch.dense(z, **options).loss
         if support == "bucket":
             return batch.sparse(z, 3, **options).loss
-        return batch.sparse(z, 3, own_ids=True, tail="paper", **options).loss
+        return batch.sparse(z, 3, own_ids=True, support="paper", **options).loss
 
     leaf = batch.logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf), leaf)
@@ -255,26 +253,24 @@ def test_a_token_of_gspo_is_moved_by_its_own_advantage_only() -> None:
 
 def test_a_sequence_region_bounds_the_mean_divergence_of_its_counted_tokens(batch: _Batch) -> None:
     new, old = batch.logits.log_softmax(-1), batch.old_logits.log_softmax(-1)
-    tokens = project_tokens(
-        batch.sampled(new), batch.sampled(old), batch.mask, batch.ids, new, old, region="sequence"
-    )
+    tokens = project_tokens(new, old, batch.ids, batch.mask, region="sequence")
     np.testing.assert_allclose(tokens.kl * batch.mask, oracles.kl(new, old) * batch.mask.numpy(), rtol=1e-9)
     for b in range(B):
         counted = batch.mask[b] > 0
         log_pi, s = oracles.project_by_root(new[b][counted], old[b][counted], 0.05)
         assert tokens.step[b][counted].tolist() == pytest.approx([s] * int(counted.sum()), rel=1e-8)
         expected = [log_pi[t, i] for t, i in enumerate(batch.ids[b][counted].tolist())]
-        assert tokens.log_probs[b][counted].tolist() == pytest.approx(expected, rel=1e-9)
+        assert tokens.projected_log_probs[b][counted].tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_inside_the_bound_the_exact_log_prob_is_used_not_the_supports(batch: _Batch) -> None:
     """The sampled token's log-probability is handed in; what the distributions say must not override it."""
     new, old = batch.logits.log_softmax(-1), batch.old_logits.log_softmax(-1)
     log_probs = batch.sampled(new) + 0.25
-    tokens = project_tokens(log_probs, batch.sampled(old), batch.mask, batch.ids, new, old)
+    tokens = project_tokens(new, old, batch.ids, batch.mask, log_probs=log_probs)
     free = ~tokens.projected
-    assert torch.equal(tokens.log_probs[free], log_probs[free])
-    assert not bool((tokens.log_probs == log_probs)[tokens.projected].any())
+    assert torch.equal(tokens.projected_log_probs[free], log_probs[free])
+    assert not bool((tokens.projected_log_probs == log_probs)[tokens.projected].any())
 
 
 @pytest.mark.parametrize("support", ["dense", "bucket", "paper"])
@@ -294,7 +290,7 @@ def test_what_the_mask_hides_leaks_nowhere(batch: _Batch, support: str, region: 
         elif support == "bucket":
             result = dirty.sparse(dirty.logits, 3, **options)
         else:
-            result = dirty.sparse(dirty.logits, 3, own_ids=True, tail="paper", **options)
+            result = dirty.sparse(dirty.logits, 3, own_ids=True, support="paper", **options)
         (gradient,) = torch.autograd.grad(result.loss, dirty.logits)
         outcomes.append((result.loss, gradient, result.metrics))
     (loss, gradient, metrics), (dirty_loss, dirty_gradient, dirty_metrics) = outcomes
@@ -321,7 +317,7 @@ def test_ids_of_padding_may_be_anything(batch: _Batch, support: str) -> None:
             response_ids=ids,
             new=sides[0],
             old=sides[1],
-            tail="paper" if support == "paper" else "bucket",
+            support="paper" if support == "paper" else "bucket",
         ).loss
         for ids in (batch.ids, torch.where(batch.mask > 0, batch.ids, -100))
     ]
@@ -330,11 +326,11 @@ def test_ids_of_padding_may_be_anything(batch: _Batch, support: str) -> None:
 
 def test_the_papers_tail_takes_masked_rows_on_equal_ids(batch: _Batch) -> None:
     few = SparseLogProbs.from_logits(batch.old_logits, 3, keep_ids=batch.ids)
-    result = batch.sparse(batch.logits, 3, tail="paper")
+    result = batch.sparse(batch.logits, 3, support="paper")
     assert math.isfinite(result.loss.item())
     everything_hidden = troll(
         torch.zeros(B, T), torch.zeros(B, T), batch.advantages, torch.zeros(B, T), response_ids=batch.ids,
-        new=few, old=few, tail="paper",
+        new=few, old=few, support="paper",
     )  # fmt: skip
     assert everything_hidden.loss.item() == 0
 
@@ -348,7 +344,7 @@ def test_the_papers_ratio_is_that_of_the_renormalised_supports() -> None:
     for tail, ratio in (("paper", 1.0), ("bucket", 1.2)):
         result = troll(
             logits[..., 0], old_logits[..., 0], torch.ones(1).double(), torch.ones(1, 1), response_ids=ids,
-            new=few[0], old=few[1], tail=tail, kl_bound=INF,
+            new=few[0], old=few[1], support=tail, kl_bound=INF,
         )  # fmt: skip
         assert result.metrics["ratio_max"].item() == pytest.approx(ratio, rel=1e-9)
 
@@ -413,12 +409,24 @@ def test_what_does_not_fit_is_refused_with_the_remedy(batch: _Batch) -> None:
         ({"ratio_level": "word"}, "ratio_level must be .*got 'word'"),
         ({"kl_bound": 0.0}, r"kl_bound must be a positive.*got 0\.0"),
         ({"region": "batch"}, "region must be .*got 'batch'"),
-        ({"old": few}, "both SparseLogProbs, got Tensor and SparseLogProbs"),
+        ({"old": few}, "got Tensor and SparseLogProbs"),
         ({"new": new[:, :2]}, r"new must be.*\(3, 4\).*got \(3, 2, 9\)"),
-        ({"response_ids": batch.ids[:, :2]}, r"response_ids must be \(3, 4\), got \(3, 2\)"),
+        ({"response_ids": batch.ids[:, :2]}, r"response_ids .* got \(3, 2\) and \(3, 4\)"),
         ({"new": few, "old": few}, r"sampled tokens are not among.*keep_ids=response_ids"),
         ({"new": torch.full_like(new, math.nan)}, "NaN"),
-        ({"new": few, "old": few, "tail": "none", "response_ids": few.ids[..., 0]}, "tail must be"),
+        ({"new": few, "old": few, "support": "none", "response_ids": few.ids[..., 0]}, "support must be"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             troll(**(arguments | change))
+
+
+def test_former_names_and_orders_say_what_they_are_now(batch: _Batch) -> None:
+    new, old = batch.logits.log_softmax(-1), batch.old_logits.log_softmax(-1)
+    former: Any = (batch.sampled(new), batch.sampled(old), batch.mask, batch.ids, new, old)
+    with pytest.raises(InvalidInputError, match="project_tokens takes new, old, response_ids"):
+        project_tokens(*former)
+    outdated: dict[str, Any] = {"tail": "bucket"}
+    with pytest.raises(InvalidInputError, match="'tail' is called 'support' now"):
+        project_tokens(new, old, batch.ids, batch.mask, **outdated)
+    with pytest.raises(AttributeError, match=r"projected_log_probs .* new_log_probs"):
+        _ = project_tokens(new, old, batch.ids, batch.mask).log_probs

@@ -20,7 +20,7 @@ def test_the_support_proves_some_tokens_inside_and_leaves_others_open() -> None:
     rows = [d.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1) for d in (new_logits, old_logits)]
     mask = torch.ones(2, 40)
     metrics = troll(*rows, torch.ones(2), mask, response_ids=ids, new=new, old=old).metrics
-    tokens = project_tokens(*rows, mask, ids, new, old)
+    tokens = project_tokens(new, old, ids, mask)
     truth = kl_categorical(new_logits, old_logits)
     assert tokens.certified is not None
     assert tokens.uncertain is not None

@@ -111,7 +111,7 @@ def test_the_exact_trust_region_keeps_both_policies_logits(
     def gradients() -> tuple[Tensor, ...]:
         found = linear_trust_region(hidden, weight, ids[:, 0], old_hidden, kl_bound=0.05)
         assert int(found.projected.sum()) == violating * N
-        per_row = found.projected_log_probs + 2 * found.entropy + 3 * found.regression + found.log_probs
+        per_row = found.projected_log_probs + 2 * found.entropy + 3 * found.regression + found.new_log_probs
         return torch.autograd.grad((torch.linspace(-1, 1, N) * per_row)[rows].sum(), (hidden, weight))
 
     kept = gradients()

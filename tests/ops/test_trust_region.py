@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops import LinearTrustRegion, linear_trust_region, memory, policy_pair
+from tether.ops import HiddenStates, LinearTrustRegion, linear_trust_region, memory, policy_pair
 from tether.ops.head import Head
 from tether.projection import SparseLogProbs, geodesic, kl_categorical, project_categorical, solve
 
@@ -141,7 +141,7 @@ def _dense_outputs(batch: _Batch, sequences: Tensor | None = None) -> Any:
 
 
 def _outputs(result: LinearTrustRegion) -> tuple[Tensor, ...]:
-    return result.log_probs, result.entropy, result.projected_log_probs, result.regression
+    return result.new_log_probs, result.entropy, result.projected_log_probs, result.regression
 
 
 def _gradients(outputs: Any, leaves: tuple[Tensor, ...], which: range = range(4)) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def test_gradients_agree_with_finite_differences() -> None:
             hidden, weight, batch.ids[rows], batch.old_hidden[rows], kl_bound=BOUND,
             old_weight=batch.old_weight, **batch.options,
         )  # fmt: skip
-        return result.log_probs, result.entropy, result.projected_log_probs
+        return result.new_log_probs, result.entropy, result.projected_log_probs
 
     assert torch.autograd.gradcheck(
         function, (hidden, weight), eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True
@@ -213,7 +213,7 @@ def test_low_precision_against_the_references_own_rounding(name: str, dtype: tor
     leaves = [side.leaves() for side in (exact, plain, batch)]
     expected, reference = _dense_outputs(exact), _dense_outputs(plain)
     result = batch.ours(old_support=exact.support(16))
-    assert result.log_probs.dtype == torch.float32
+    assert result.new_log_probs.dtype == torch.float32
     assert torch.equal(result.projected, expected[5])
     for actual, rough, wanted in zip(_outputs(result), reference, expected, strict=False):
         error, allowed = (actual - wanted).abs().max(), (rough - wanted).abs().max()
@@ -287,7 +287,7 @@ def test_an_unchanged_policy_is_certified_and_costs_no_old_logits(monkeypatch: p
     for support in (None, batch.support(4)):
         result = batch.ours(old_support=support, kl_bound=1e-9)
         assert result.certified.all()
-        assert torch.equal(result.projected_log_probs, result.log_probs)
+        assert torch.equal(result.projected_log_probs, result.new_log_probs)
         assert (result.regression == 0).all()
         assert (result.step == 1).all()
 
@@ -309,7 +309,7 @@ def test_the_range_of_log_ratios_is_bounded_tightly_enough_to_certify(name: str)
         Head(head.get("temperature", 1.0), head.get("logit_scale", 1.0), head.get("softcap"),
              head.get("vocabulary_size"), lambda: None),  # type: ignore[arg-type, return-value]
         batch.hidden, batch.weight, batch.bias,
-        policy_pair.OldPolicy(batch.old_hidden, batch.old_weight, batch.old_bias, None, None),
+        HiddenStates(batch.old_hidden, batch.old_weight, batch.old_bias),
     )  # fmt: skip
     assert (ratio.amax(-1) - ratio.amin(-1) <= pair.log_ratio_range()).all()
     assert result.certified.sum() > TOKENS // 2
@@ -361,7 +361,7 @@ def test_without_a_bound_nothing_is_projected() -> None:
     batch = _make("plain")
     result = batch.ours(kl_bound=math.inf)
     assert not result.projected.any()
-    assert torch.equal(result.projected_log_probs, result.log_probs)
+    assert torch.equal(result.projected_log_probs, result.new_log_probs)
 
 
 def test_what_does_not_fit_is_refused_with_the_remedy() -> None:

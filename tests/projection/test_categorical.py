@@ -690,7 +690,7 @@ def test_integers_are_refused() -> None:
 
 def test_regions_and_masks_that_do_not_fit_are_refused() -> None:
     rows = torch.zeros(2, 3, 4)
-    with pytest.raises(InvalidInputError, match='"token" or "sequence", got \'batch\''):
+    with pytest.raises(InvalidInputError, match="region must be one of token, sequence, got 'batch'"):
         project_categorical(rows, rows, 0.05, region="batch")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match='mask only has a meaning with region="sequence"'):
         project_categorical(rows, rows, 0.05, mask=torch.ones(2, 3))

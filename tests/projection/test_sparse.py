@@ -317,7 +317,7 @@ def test_the_papers_tail_by_hand() -> None:
         torch.tensor([[0.4, 0.5]], dtype=torch.float64).log(),
         torch.tensor([0.1]).double().log(),
     )
-    result = project_sparse(new, old, INF, tail="paper")
+    result = project_sparse(new, old, INF, support="paper")
     assert result.new.ids.tolist() == [[0, 1, 2, EMPTY]]
     p = np.array([0.6, 0.3, 1e-12]) / (0.9 + 1e-12)
     q = np.array([1e-12, 0.5, 0.4]) / (0.9 + 1e-12)
@@ -326,7 +326,7 @@ def test_the_papers_tail_by_hand() -> None:
     assert result.kl.item() == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-10)
     assert result.kl.item() == pytest.approx(2 / 3 * math.log(0.6e12) + math.log(0.6) / 3, rel=1e-9)
     assert result.log_probs.log_tail.item() == -INF
-    projected = project_sparse(new, old, 0.05, tail="paper")
+    projected = project_sparse(new, old, 0.05, support="paper")
     expected, _ = oracles.project_by_root(np.log(p), np.log(q), 0.05)
     np.testing.assert_allclose(projected.log_probs.log_probs[0, :3].exp(), np.exp(expected), rtol=1e-8)
 
@@ -337,7 +337,7 @@ def test_paper_gradients_equal_finite_differences() -> None:
     ids = select_support(new, 3)
 
     def projected(z: Tensor) -> Tensor:
-        result = project_sparse(SparseLogProbs.at_ids(z, ids), few_old, 0.05, tail="paper").log_probs
+        result = project_sparse(SparseLogProbs.at_ids(z, ids), few_old, 0.05, support="paper").log_probs
         return torch.where(result.ids != EMPTY, result.log_probs, 0.0)
 
     assert torch.autograd.gradcheck(projected, new.requires_grad_(), atol=1e-6, rtol=1e-5)
@@ -349,7 +349,7 @@ def test_the_papers_tail_can_leave_the_ball_where_the_bucket_does_not() -> None:
     new = torch.tensor([0.03, 0.02, 0.475, 0.475], dtype=torch.float64).log()
     few_old = SparseLogProbs.at_ids(old, torch.tensor([0, 1]))
     few_new = SparseLogProbs.at_ids(new, torch.tensor([0, 1]))
-    paper = project_sparse(few_new, few_old, 0.05, tail="paper")
+    paper = project_sparse(few_new, few_old, 0.05, support="paper")
     bucket = project_sparse(few_new, few_old, 0.05)
     assert paper.kl.item() == pytest.approx(0, abs=1e-9)
     assert not paper.projected
@@ -406,8 +406,8 @@ def test_supports_that_differ_are_refused_with_the_remedy() -> None:
     old = SparseLogProbs.from_logits(torch.tensor([[2.0, 1.0, 0.0]]), 2)
     with pytest.raises(InvalidInputError, match=r"SparseLogProbs\.at_ids\(new_logits, old\.ids\)"):
         project_sparse(new, old, 0.05)
-    with pytest.raises(InvalidInputError, match='"bucket" or "paper", got \'none\''):
-        project_sparse(new, new, 0.05, tail="none")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="support must be one of bucket, paper, got 'none'"):
+        project_sparse(new, new, 0.05, support="none")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("top_k", [0, -3, 2.0, True, None])

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from tether.errors import ConfigError
-from tether.ops import LinearTrustRegion, linear_trust_region
-from tether.projection import SparseLogProbs
-from tether.projection.categorical import Region
+from tether.ops import linear_trust_region
+from tether.projection import ProjectedTokens, SparseLogProbs
+from tether.projection.settings import Region
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def evaluate_exactly(
     counted: Tensor,
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
     **transform: Any,
-) -> LinearTrustRegion:
+) -> ProjectedTokens:
     """The trust region at counted rows [N, D] of a batch, `counted` [B, T] saying which those are."""
     old_weight = old_bias = None
     if old.head is not None:  # gathered by every process, whether or not its rows need it

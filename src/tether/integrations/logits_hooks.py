@@ -11,37 +11,24 @@ Two functions that take the response tokens as one flat list of rows, which is w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.losses import ProjectedTokens, project_tokens
-from tether.losses.tokens import read_tokens
+from tether.losses import ProjectedTokens, project_tokens, troll_objective
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
-
-Support = Literal["bucket", "paper"]
-
-
-@dataclass(frozen=True)
-class LogitsProjection:
-    """What `project_on_old_policy` returns, a value for each of the N tokens."""
-
-    log_probs: Tensor
-    """Exact, of the sampled tokens under the network as it is, [N]; differentiable."""
-    tokens: ProjectedTokens
-    """The same under the projected policy, the regression and what to watch, all [1, N]."""
+from tether.projection.settings import SparseSupport, TROLLSettings, check_choice
 
 
 def record_old_policy(
     logits: Tensor,
     sampled_ids: Tensor,
     *,
-    top_k: int = 64,
-    mass: float = 1 - 1e-5,
+    top_k: int = TROLLSettings.top_k,
+    mass: float = TROLLSettings.mass,
     rows: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> SparseLogProbs:
@@ -80,13 +67,13 @@ def project_on_old_policy(
     sampled_ids: Tensor,
     old: SparseLogProbs,
     *,
-    kl_bound: float = 0.05,
-    support: Support = "bucket",
-    mass: float = 1 - 1e-5,
+    kl_bound: float = TROLLSettings.kl_bound,
+    support: SparseSupport = "bucket",
+    mass: float = TROLLSettings.mass,
     rows: Tensor | None = None,
     shard: VocabularyShard | None = None,
     sequence_lengths: Tensor | None = None,
-) -> LogitsProjection:
+) -> ProjectedTokens:
     """Project each token's new distribution onto the KL ball around the old one.
 
     The gradient flows into `logits`, which are neither copied nor widened to float32 as a whole.
@@ -101,6 +88,9 @@ def project_on_old_policy(
         sequence_lengths: bound the mean divergence over each sequence instead of each token's: how many of
             the N tokens, which lie one after the other, belong to each sequence, [B] integer.
 
+    Returns:
+        A value for each of the N tokens, [N].
+
     Raises:
         InvalidInputError: shapes that do not fit, lengths that do not add up to N, or what the
             projection refuses.
@@ -112,11 +102,10 @@ def project_on_old_policy(
         >>> old = record_old_policy(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0]), top_k=2)
         >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], requires_grad=True)
         >>> result = project_on_old_policy(logits, torch.tensor([0]), old, kl_bound=0.05)
-        >>> bool(result.tokens.projected), round(result.tokens.kl.item(), 2)
+        >>> bool(result.projected), round(result.kl.item(), 2)
         (True, 1.58)
     """
-    if support not in ("bucket", "paper"):
-        raise InvalidInputError(f'support must be "bucket" or "paper", got {support!r}.')
+    check_choice("support", support, get_args(SparseSupport))
     if old.ids.shape[0] != sampled_ids.shape[0]:
         raise InvalidInputError(
             f"old holds {old.ids.shape[0]} tokens and sampled_ids {sampled_ids.shape[0]}. Both must be those "
@@ -135,28 +124,28 @@ def project_on_old_policy(
         old = SparseLogProbs(wanted[:, 1:], old.log_probs, old.log_tail, old.log_tail_min)
     layout = _Layout(sampled_ids.shape[0], sequence_lengths, sampled_ids.device)
     tokens = project_tokens(
-        layout.pad(log_probs),
-        layout.pad(old.log_prob_of(sampled_ids)),
-        layout.mask,
-        layout.pad(sampled_ids),
         layout.pad_distribution(new),
         layout.pad_distribution(old),
+        layout.pad(sampled_ids),
+        layout.mask,
+        log_probs=layout.pad(log_probs),
+        old_log_probs=layout.pad(old.log_prob_of(sampled_ids)),
         kl_bound=kl_bound,
-        tail=support,
+        support=support,
         region="token" if sequence_lengths is None else "sequence",
     )
-    return LogitsProjection(log_probs, layout.flatten(tokens))
+    return tokens.each(lambda values: values[layout.mask])
 
 
 def troll_token_losses(
-    projection: LogitsProjection, advantages: Tensor, *, alpha: float = 1.0
+    tokens: ProjectedTokens, advantages: Tensor, *, alpha: float = TROLLSettings.alpha
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """TROLL's loss of each token, for engines that aggregate themselves, and what to watch.
 
     Equals the summands of ``tether.losses.troll``: -π(o)/q(o) A + alpha KL(p ‖ sg[π]).
 
     Args:
-        projection: from `project_on_old_policy`.
+        tokens: from `project_on_old_policy`, [N].
         advantages: of the same N tokens, [N].
         alpha: weight of the regression, not negative.
 
@@ -169,23 +158,18 @@ def troll_token_losses(
     Example:
         >>> import torch
         >>> logits, ids = torch.tensor([[2.0, 1.0, 0.0]], requires_grad=True), torch.tensor([0])
-        >>> projection = project_on_old_policy(logits, ids, record_old_policy(logits, ids))
-        >>> losses, metrics = troll_token_losses(projection, torch.tensor([2.0]))
+        >>> tokens = project_on_old_policy(logits, ids, record_old_policy(logits, ids))
+        >>> losses, metrics = troll_token_losses(tokens, torch.tensor([2.0]))
         >>> losses.tolist(), metrics["kl_max"].item()
         ([-2.0], 0.0)
     """
-    if advantages.shape != projection.log_probs.shape:
+    if advantages.shape != tokens.kl.shape:
         raise InvalidInputError(
-            f"advantages must be {tuple(projection.log_probs.shape)}, one a token, "
-            f"got {tuple(advantages.shape)}."
+            f"advantages must be {tuple(tokens.kl.shape)}, one a token, got {tuple(advantages.shape)}."
         )
-    if not alpha >= 0:
-        raise InvalidInputError(f"alpha must not be negative, got {alpha!r}.")
-    projected = projection.tokens
-    mask = torch.ones_like(projected.log_probs)
-    tokens = read_tokens(projected.log_probs, projected.old_log_probs, advantages[None], mask)
-    losses = -tokens.ratio * tokens.advantages + alpha * projected.regression
-    return losses[0], projected.metrics(mask) | tokens.metrics(tokens.ratio)
+    batch = tokens.each(lambda values: values[None])
+    objective = troll_objective(batch, advantages[None], torch.ones_like(batch.kl), alpha=alpha)
+    return objective.token_loss[0], objective.metrics
 
 
 def _sparse(
@@ -243,10 +227,3 @@ class _Layout:
             self.pad(distribution.log_tail),
             None if least is None else self.pad(least),
         )
-
-    def flatten(self, tokens: ProjectedTokens) -> ProjectedTokens:
-        """Every [B, T] of the result as [1, N]."""
-        flat: dict[str, Any] = {
-            name: None if value is None else value[self.mask][None] for name, value in vars(tokens).items()
-        }
-        return ProjectedTokens(**flat)

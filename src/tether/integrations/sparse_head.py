@@ -11,7 +11,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class SparseHeadOutput(ModelOutput):
     hidden: Tensor | None = None
     """Last hidden states, [B, T - 1, D], if they were asked for."""
     projected_log_probs: Tensor | None = None
-    """Of the labels, and so on: see `LinearTrustRegion`."""
+    """Of the labels, and so on: see `ProjectedTokens`."""
     regression: Tensor | None = None
     kl: Tensor | None = None
     step: Tensor | None = None
@@ -127,7 +127,8 @@ def add_sparse_head(
                 hidden[counted], weight, bias, sampled, old_tokens,
                 counted[:, -old_tokens.mask.shape[1] :], weights_at_hand, **asdict(transform),
             )  # fmt: skip
-            rows = {field.name: getattr(region, field.name) for field in fields(region)}
+            rows = region.known()
+            rows["log_probs"] = rows.pop("new_log_probs")
             return SparseHeadOutput(
                 **{name: _spread(values, counted, 0.0) for name, values in rows.items()},
                 aux_loss=_load_balancing_loss(self, backbone, kwargs),

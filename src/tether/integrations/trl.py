@@ -193,8 +193,8 @@ class OldPolicyTrainer(GRPOTrainer):
         """The sampled tokens' log-probabilities as TRL's loss is to see them: here, as they are."""
         with torch.no_grad():
             self._tokens = project_tokens(
-                log_probs.detach(), inputs["old_per_token_logps"], _loss_mask(inputs),
-                inputs["completion_ids"], new.detach(), old_support(inputs), kl_bound=math.inf,
+                new.detach(), old_support(inputs), inputs["completion_ids"], _loss_mask(inputs),
+                log_probs=log_probs.detach(), old_log_probs=inputs["old_per_token_logps"], kl_bound=math.inf,
             )  # fmt: skip
         return log_probs
 
@@ -329,24 +329,24 @@ class TROLLTrainer(OldPolicyTrainer):
             return super()._constrain_tapped(log_probs, tap, tokens, inputs)
         self._new_log_probs = log_probs
         self._tokens = tap.projected(tokens, log_probs, inputs["old_per_token_logps"], _loss_mask(inputs))
-        return self._tokens.log_probs
+        return self._tokens.projected_log_probs
 
     def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
         self._new_log_probs = log_probs
         self._tokens = project_tokens(
-            log_probs,
-            inputs["old_per_token_logps"],
-            _loss_mask(inputs),
-            inputs["completion_ids"],
             new,
             old_support(inputs),
+            inputs["completion_ids"],
+            _loss_mask(inputs),
+            log_probs=log_probs,
+            old_log_probs=inputs["old_per_token_logps"],
             kl_bound=self.args.troll_kl_bound,
-            tail=self.args.troll_support,
+            support=self.args.troll_support,
             region=self.args.troll_region,
         )
         # TRL reads the old log-probabilities after this call; only the paper's support changes them.
         inputs["old_per_token_logps"] = self._tokens.old_log_probs
-        return self._tokens.log_probs
+        return self._tokens.projected_log_probs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if IDS not in inputs:

@@ -143,8 +143,9 @@ class Tap:
 
         projected = read("projected") & (mask > 0)
         return ProjectedTokens(
-            log_probs=torch.where(projected, read("projected_log_probs"), log_probs),
+            new_log_probs=log_probs,
             old_log_probs=old_log_probs,
+            projected_log_probs=torch.where(projected, read("projected_log_probs"), log_probs),
             regression=torch.where(projected, read("regression"), 0.0),
             kl=read("kl"),
             step=torch.where(projected, read("step"), 1.0),

@@ -193,7 +193,7 @@ class SamplesCallback(TrainerCallback):
             ids,
             tokens.kl[row, :length].tolist(),
             tokens.projected[row, :length].tolist(),
-            tokens.log_probs[row, :length].tolist(),
+            tokens.projected_log_probs[row, :length].tolist(),
             tokens.old_log_probs[row, :length].tolist(),
             strict=True,
         )

@@ -12,13 +12,15 @@ from tether.losses.gspo import gspo
 from tether.losses.kl_cov import kl_cov
 from tether.losses.kl_penalty import kl_penalty
 from tether.losses.ppo_clip import ppo_clip
+from tether.losses.project import project_tokens
 from tether.losses.pspo import pspo
 from tether.losses.sapo import sapo
 from tether.losses.trm import trm
-from tether.losses.troll import ProjectedTokens, project_tokens, troll
+from tether.losses.troll import TROLLObjective, troll, troll_objective
 from tether.losses.unclipped import unclipped
 from tether.losses.value_clip import value_clip
 from tether.losses.vespo import vespo
+from tether.projection.tokens import ProjectedTokens
 
 #: Every method by its name in configs and reports.
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
@@ -43,6 +45,7 @@ __all__ = [
     "LossAggMode",
     "PolicyLoss",
     "ProjectedTokens",
+    "TROLLObjective",
     "aggregate",
     "cispo",
     "clip_cov",
@@ -57,6 +60,7 @@ __all__ = [
     "sapo",
     "trm",
     "troll",
+    "troll_objective",
     "unclipped",
     "value_clip",
     "vespo",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
@@ -49,20 +48,6 @@ def check_tokens(
             f"got {tuple(advantages.shape)}."
         )
     return advantages
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens that count; 0 if none does."""
-    mask = mask.to(values.dtype)
-    # Not values * mask: what is masked may be infinite.
-    return torch.where(mask > 0, values, 0.0).mul(mask).sum() / mask.sum().clamp_min(1)
-
-
-def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Maximum over the tokens that count; 0 if none does (for quantities that are never negative)."""
-    if values.numel() == 0:
-        return values.new_zeros(())
-    return torch.where(mask > 0, values, 0.0).amax()
 
 
 def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor:

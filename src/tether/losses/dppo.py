@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, masked_max, masked_mean
+from tether.losses.base import PolicyLoss
 from tether.losses.divergences import Distribution, outcomes, total_variation
 from tether.losses.tokens import Tokens, check_at_least, read_tokens, weighted_log_likelihood
 from tether.projection import kl_categorical
+from tether.projection.tokens import masked_max, masked_mean
 
 Divergence = Literal["binary-tv", "binary-kl", "top-k-tv", "top-k-kl"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, masked_max, masked_mean
+from tether.losses.base import PolicyLoss
 from tether.losses.divergences import Distribution, KLEstimate, kl_of_tokens
 from tether.losses.tokens import check_at_least, read_tokens
+from tether.projection.tokens import masked_max, masked_mean
 
 
 def kl_penalty(

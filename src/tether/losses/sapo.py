@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, masked_mean
+from tether.losses.base import PolicyLoss
 from tether.losses.tokens import check_at_least, read_tokens
+from tether.projection.tokens import masked_mean
 
 # sigmoid'(tau (e^20 - 1)) is zero in float64 for every tau above 1e-5, and e^20 does not overflow.
 _SATURATED = 20.0

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.losses.base import check_tokens, masked_max, masked_mean
+from tether.losses.base import check_tokens
+from tether.projection.tokens import masked_max, masked_mean
 
 #: Where ratios stop growing: exp overflows float32 at 88.7, and 0 times infinity is NaN in a gradient.
 LARGEST_LOG_RATIO = 80.0

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, masked_mean
+from tether.losses.base import PolicyLoss
+from tether.projection.tokens import masked_mean
 
 
 def value_clip(

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss, masked_mean
+from tether.losses.base import PolicyLoss
 from tether.losses.tokens import LARGEST_LOG_RATIO, check_at_least, read_tokens, weighted_log_likelihood
+from tether.projection.tokens import masked_mean
 
 
 def vespo(

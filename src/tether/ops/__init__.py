@@ -1,7 +1,11 @@
 """Operations on a language model's head that never build the [tokens, vocabulary] logits."""
 
-from tether.ops.found import LinearTrustRegion
+from tether.ops.hidden_states import HiddenStates
 from tether.ops.linear import LinearLogProbs, linear_log_probs
 from tether.ops.trust_region import linear_trust_region
+from tether.projection.tokens import ProjectedTokens
 
-__all__ = ["LinearLogProbs", "LinearTrustRegion", "linear_log_probs", "linear_trust_region"]
+#: The former name of what `linear_trust_region` returns.
+LinearTrustRegion = ProjectedTokens
+
+__all__ = ["HiddenStates", "LinearLogProbs", "LinearTrustRegion", "linear_log_probs", "linear_trust_region"]

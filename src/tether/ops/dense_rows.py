@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tether.ops.found import Projection
+from tether.ops.token_state import ProjectedRows
 from tether.projection.divergence import log_partition, where
 from tether.projection.geodesic import Geodesic
 
@@ -29,7 +29,7 @@ class ProjectedUpstream(NamedTuple):
         return ProjectedUpstream(*(value[rows] for value in self))
 
 
-def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> Projection:
+def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> ProjectedRows:
     """Project rows of logits [n, V] that are outside the bound, each with a step of its own."""
     geodesic = one_token_curves(new, old, kl, kl_bound)
     x, constrained = geodesic.solve()
@@ -43,14 +43,14 @@ def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> G
 
 def read_off(
     geodesic: Geodesic, x: Tensor, constrained: Tensor, new: Tensor, ids: Tensor, unit: Tensor
-) -> Projection:
+) -> ProjectedRows:
     """What is kept of the distributions at x on their curves."""
     log_probs, _, centred, variance = geodesic.at(x)
     log_probs, centred = log_probs.squeeze(1), centred.squeeze(1)
     index = ids[:, None].long()
     scale = geodesic.scale / unit
     terms, _ = regression_terms(new, log_probs)
-    return Projection(
+    return ProjectedRows(
         projected_log_probs=log_probs.gather(-1, index).squeeze(-1),
         regression=terms.sum(-1),
         step=x / geodesic.scale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,11 @@ _CACHED_BLOCK = 1 << 10
 class Head:
     """How hidden states become logits, apart from the weights."""
 
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-    vocabulary_size: int | None
-    weights_at_hand: Callable[[], AbstractContextManager[Any]]
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    vocabulary_size: int | None = None
+    weights_at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         for name in ("temperature", "logit_scale", "softcap"):

@@ -12,25 +12,11 @@ from tether.errors import InvalidInputError
 from tether.ops import memory
 from tether.ops.checks import check_bias, check_ids, check_vocabulary_size, check_weight
 from tether.ops.head import VOCABULARY_BLOCK, Head
+from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
 from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
-from tether.projection.sparse import SparseLogProbs
-
-
-@dataclass(frozen=True)
-class OldPolicy:
-    """What is known of the policy that gathered the data."""
-
-    hidden: Tensor
-    """Last hidden states, [N, D]."""
-    weight: Tensor | None
-    """LM head, [V, D]; None where it is the new policy's."""
-    bias: Tensor | None
-    support: SparseLogProbs | None
-    sequences: Tensor | None
-    """The sequence of each row, [N], where a sequence shares one step."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,9 @@ class PolicyPair:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    old: OldPolicy
+    old: HiddenStates
+    sequences: Tensor | None
+    """The sequence of each row, [N], where a sequence shares one step."""
     buffers: Tensor
     old_rows: Tensor | None = None
     """If the buffers hold the new logits of all rows already: of which rows they hold the old ones. They can
@@ -49,13 +37,19 @@ class PolicyPair:
 
     @classmethod
     def of(
-        cls, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy
+        cls,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        old: HiddenStates,
+        sequences: Tensor | None = None,
     ) -> PolicyPair:
         """With buffers for a block of rows."""
         rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
-        return cls(head, hidden, weight, bias, old, buffers)
+        return cls(head, hidden, weight, bias, old, sequences, buffers)
 
     @property
     def vocabulary(self) -> int:
@@ -132,7 +126,8 @@ def check_pair(
     weight: Tensor,
     bias: Tensor | None,
     ids: Tensor,
-    old: OldPolicy,
+    old: HiddenStates,
+    sequences: Tensor | None,
     vocabulary_size: int | None,
 ) -> None:
     """Refuse shapes that do not fit and ids outside the vocabulary."""
@@ -149,12 +144,12 @@ def check_pair(
         raise InvalidInputError(
             f"old_support must be [{rows[0]}, K], a row a token, got {tuple(old.support.ids.shape)}."
         )
-    if old.sequences is not None and old.sequences.shape != rows:
-        raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(old.sequences.shape)}.")
+    if sequences is not None and sequences.shape != rows:
+        raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(sequences.shape)}.")
     check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 
-def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: OldPolicy) -> None:
+def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
     check_weight(hidden, weight)
     if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
         raise InvalidInputError(

@@ -7,20 +7,20 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops.dense_rows import one_token_curves, read_off
-from tether.ops.found import Found
 from tether.ops.policy_pair import PolicyPair, rows_at_a_time
+from tether.ops.token_state import TokenState
 from tether.projection.solve import may_ask, solve_increasing
 
 
-def project_sequences(pair: PolicyPair, ids: Tensor, found: Found, kl_bound: float) -> None:
-    """Project the sequences whose mean divergence exceeds the bound; every token's is in `found.kl`.
+def project_sequences(pair: PolicyPair, ids: Tensor, state: TokenState, kl_bound: float) -> None:
+    """Project the sequences whose mean divergence exceeds the bound; every token's is in `state.kl`.
 
     Each evaluation of a mean divergence forms the logits of its tokens again: three to five times as a rule.
 
     Raises:
         InvalidInputError: a bias of -inf, under which a token may meet the bound by a jump.
     """
-    sequences = pair.old.sequences
+    sequences = pair.sequences
     assert sequences is not None
     for bias in (pair.bias, pair.old.bias):
         if bias is not None and may_ask(bias) and bool(torch.isneginf(bias[: pair.vocabulary]).any()):
@@ -29,7 +29,7 @@ def project_sequences(pair: PolicyPair, ids: Tensor, found: Found, kl_bound: flo
                 "that cannot be sampled with vocabulary_size, or bound each token."
             )
     means = _SequenceMeans(sequences)
-    kl = means(found.kl)
+    kl = means(state.kl)
     active = kl > kl_bound
     rows = active[sequences].nonzero().squeeze(-1)
     if not rows.numel():
@@ -40,12 +40,12 @@ def project_sequences(pair: PolicyPair, ids: Tensor, found: Found, kl_bound: flo
         new, old = pair.new_logits(block)[:, : pair.vocabulary], pair.old_logits(block)
         for part in rows_at_a_time(new):
             at = block[part]
-            geodesic = one_token_curves(new[part], old[part], found.kl[at], kl_bound)
+            geodesic = one_token_curves(new[part], old[part], state.kl[at], kl_bound)
             x = step[sequences[at]] * geodesic.scale
             constrained = torch.ones_like(x, dtype=torch.bool)
             unit = width[sequences[at]]
             projection = read_off(geodesic, x, constrained, new[part], ids[at], unit)
-            found.put(at, projection._replace(step=step[sequences[at]]))
+            state.put(at, projection._replace(step=step[sequences[at]]))
 
 
 class _SequenceMeans:
@@ -64,12 +64,12 @@ class _SequenceMeans:
 
 def _widest_ratio(pair: PolicyPair, rows: Tensor, count: int, kl_bound: float) -> Tensor:
     """The largest range of log-ratios among each sequence's tokens, [G]."""
-    assert pair.old.sequences is not None
+    assert pair.sequences is not None
     width = pair.buffers.new_full((count,), torch.finfo(pair.buffers.dtype).tiny * 1e6)
     for block in pair.blocks(rows):
         difference = pair.new_logits(block)[:, : pair.vocabulary].sub_(pair.old_logits(block))
         ranges = difference.amax(-1) - difference.amin(-1)
-        width.scatter_reduce_(0, pair.old.sequences[block], ranges, "amax")
+        width.scatter_reduce_(0, pair.sequences[block], ranges, "amax")
     return width
 
 
@@ -96,7 +96,7 @@ def _common_step(
                 )
                 value, along = curve.kl_and_slope(step[sequences[at]] * curve.scale)
                 divergence[at], slope[at] = value, along * curve.scale
-        # A sequence inside the bound reports that it has found its root, so that no other waits for it.
+        # A sequence inside the bound reports that it has state its root, so that no other waits for it.
         return torch.where(active, means(divergence), kl_bound), means(slope)
 
     bound = torch.full_like(kl, kl_bound)

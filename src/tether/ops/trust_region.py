@@ -17,17 +17,19 @@ from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops.dense_rows import ProjectedUpstream, project_rows, projected_gradient
-from tether.ops.found import Found, LinearTrustRegion
 from tether.ops.head import Head, HeadGradients
+from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import KEPT
-from tether.ops.policy_pair import OldPolicy, PolicyPair, check_pair, rows_at_a_time
+from tether.ops.policy_pair import PolicyPair, check_pair, rows_at_a_time
 from tether.ops.rows import Upstream, gather_upstream, logits_to_gradient, reduce_rows
 from tether.ops.shared_steps import project_sequences
-from tether.projection.categorical import check_kl_bound
+from tether.ops.token_state import TokenState
 from tether.projection.certificate import certify
 from tether.projection.divergence import rows_kl
+from tether.projection.settings import check_kl_bound
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
+from tether.projection.tokens import ProjectedTokens
 
 
 def linear_trust_region(
@@ -47,7 +49,7 @@ def linear_trust_region(
     softcap: float | None = None,
     vocabulary_size: int | None = None,
     weights_at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> LinearTrustRegion:
+) -> ProjectedTokens:
     """Project a language model's token distributions exactly, from hidden states and LM heads alone.
 
     Equals, for rows outside the bound, but never holds [N, V]::
@@ -83,6 +85,9 @@ def linear_trust_region(
         temperature, logit_scale, softcap, vocabulary_size, weights_at_hand: as in
             `tether.linear_log_probs`, for both policies (`weights_at_hand` for the new head alone).
 
+    Returns:
+        A value a token, [N]; `old_log_probs` is NaN, for whoever recorded the rollouts has them.
+
     Raises:
         InvalidInputError: shapes that do not fit, an id outside the vocabulary, NaN or infinity among
             the logits, or a setting that is not positive.
@@ -98,13 +103,13 @@ def linear_trust_region(
         >>> result.certified.tolist(), result.projected.tolist()
         ([True, True, False], [False, False, True])
     """
-    old = OldPolicy(old_hidden.detach(), old_weight, old_bias, old_support, sequences)
-    check_pair(hidden, weight, bias, ids, old, vocabulary_size)
+    old = HiddenStates(old_hidden.detach(), old_weight, old_bias, old_support)
+    check_pair(hidden, weight, bias, ids, old, sequences, vocabulary_size)
     check_kl_bound(kl_bound)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = Found(*_LinearTrustRegion.apply(hidden, weight, bias, ids, old, head, float(kl_bound)))
-    return found.public()
+        tensors = _LinearTrustRegion.apply(hidden, weight, bias, ids, old, sequences, head, float(kl_bound))
+    return TokenState.read(tensors).result()
 
 
 class _LinearTrustRegion(torch.autograd.Function):
@@ -115,52 +120,53 @@ class _LinearTrustRegion(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        old: OldPolicy,
+        old: HiddenStates,
+        sequences: Tensor | None,
         head: Head,
         kl_bound: float,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        found = Found.empty(hidden)
+        state = TokenState.empty(hidden)
         with head.weights_at_hand():
-            pair = PolicyPair.of(head, hidden, weight, bias, old)
+            pair = PolicyPair.of(head, hidden, weight, bias, old, sequences)
             ratio_range = pair.log_ratio_range()
             old_rows = ids.new_empty(0, dtype=torch.long)
             for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
-                old_rows = _evaluate_block(pair, block, ids, ratio_range, kl_bound, found)
-            if old.sequences is not None:
-                project_sequences(pair, ids, found, kl_bound)
-        _check_values(found.kl)
-        whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and old.sequences is None
+                old_rows = _evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
+            if sequences is not None:
+                project_sequences(pair, ids, state, kl_bound)
+        _check_values(state.kl)
+        whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and sequences is None
         keep = whole and any(ctx.needs_input_grad[:3])
         ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
-        ctx.head, ctx.old, ctx.kl_bound = head, old, kl_bound
-        ctx.save_for_backward(hidden, weight, bias, ids, *found.tensors())
-        ctx.mark_non_differentiable(*found.without_gradient())
-        return found.tensors()
+        ctx.head, ctx.old, ctx.sequences, ctx.kl_bound = head, old, sequences, kl_bound
+        ctx.save_for_backward(hidden, weight, bias, ids, *state.tensors())
+        ctx.mark_non_differentiable(*state.without_gradient())
+        return state.tensors()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
-        arrived = _Arrived.of(Found(*values), ids, grads, ctx.old.sequences)
+        arrived = _Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
             total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.own.total.dtype)
             for block in pair.blocks(arrived.rows()):
                 total.add(block, _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
-        return (*total.rounded(), None, None, None, None)
+        return (*total.rounded(), None, None, None, None, None)
 
 
 def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> PolicyPair:
     """For a backward pass: with the logits of the forward pass, if they were kept and none came before it."""
     kept, ctx.kept = ctx.kept, None  # spoiled by whoever uses them
     if kept is None:
-        return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old)
-    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, kept, ctx.old_rows)
+        return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences)
+    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows)
 
 
 def _evaluate_block(
-    pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, found: Found
+    pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
 ) -> Tensor:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
 
@@ -171,10 +177,10 @@ def _evaluate_block(
     for part in rows_at_a_time(new):
         at = block[part]
         reduced = reduce_rows(new[part], ids[at, None], top_k=0, spoil=False)
-        found.log_probs[at], found.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
-        found.log_sum[at] = reduced.largest + reduced.log_total
-    found.projected_log_probs[block] = found.log_probs[block]
-    inside = _certify(pair, block, new, ratio_range[block], kl_bound, found)
+        state.new_log_probs[at], state.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
+        state.log_sum[at] = reduced.largest + reduced.log_total
+    state.projected_log_probs[block] = state.new_log_probs[block]
+    inside = _certify(pair, block, new, ratio_range[block], kl_bound, state)
     unknown = (~inside).nonzero().squeeze(-1)
     if not unknown.numel():
         return block[unknown]
@@ -184,14 +190,14 @@ def _evaluate_block(
         rows = part if unknown.numel() == block.numel() else unknown[part]
         kl = rows_kl(new[rows], old[part])
         at = block[rows]
-        found.kl[at] = kl
-        if pair.old.sequences is not None:
+        state.kl[at] = kl
+        if pair.sequences is not None:
             continue
         outside = (kl > kl_bound).nonzero().squeeze(-1)
         if outside.numel():
             at = at[outside]
             projection = project_rows(new[rows][outside], old[part][outside], ids[at], kl[outside], kl_bound)
-            found.put(at, projection)
+            state.put(at, projection)
     return block[unknown]
 
 
@@ -201,7 +207,7 @@ def _certify(
     new: Tensor,
     ratio_range: Tensor,
     kl_bound: float,
-    found: Found,
+    state: TokenState,
 ) -> Tensor:
     """Rows that are inside whatever their old logits, bool; their divergence is noted as its lower bound."""
     if pair.old.support is None:
@@ -210,17 +216,17 @@ def _certify(
     else:
         old = pair.old.support[block]
         held = old.ids != EMPTY
-        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - found.log_sum[block, None]
+        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - state.log_sum[block, None]
         log_probs = torch.where(held, log_probs, -torch.inf)
         few = SparseLogProbs.from_log_probs(old.ids, log_probs, vocabulary_size=pair.vocabulary)
         certificate = certify(few, old, kl_bound, log_ratio_range=ratio_range)
         inside, uncertain = certificate.inside, certificate.uncertain
-        found.kl[block] = certificate.kl_lower.to(found.kl.dtype)
-        found.tail_mass[block] = few.log_tail.exp()
-    found.uncertain[block] = uncertain
-    if pair.old.sequences is not None:  # whose mean needs the divergence of each token
+        state.kl[block] = certificate.kl_lower.to(state.kl.dtype)
+        state.tail_mass[block] = few.log_tail.exp()
+    state.uncertain[block] = uncertain
+    if pair.sequences is not None:  # whose mean needs the divergence of each token
         return torch.zeros_like(inside)
-    found.certified[block] = inside
+    state.certified[block] = inside
     return inside
 
 
@@ -233,23 +239,23 @@ class _Arrived(NamedTuple):
 
     @classmethod
     def of(
-        cls, found: Found, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
+        cls, state: TokenState, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
     ) -> _Arrived:
-        zero = torch.zeros_like(found.kl)
+        zero = torch.zeros_like(state.kl)
         log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
-        sampled = torch.where(found.projected, projected, zero)
-        regression = torch.where(found.projected, regression, zero)
-        pull, variance = sampled * found.centred, found.variance
+        sampled = torch.where(state.projected, projected, zero)
+        regression = torch.where(state.projected, regression, zero)
+        pull, variance = sampled * state.centred, state.variance
         if sequences is not None:
             pull, variance = (_sums(sequences, value)[sequences] for value in (pull, variance))
         # No variance: all mass on one outcome, and no direction that would change the divergence.
-        held = found.constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
-        along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) / found.unit
-        acts = found.projected & ((sampled != 0) | (regression != 0) | (along != 0))
-        log_prob = log_prob + torch.where(found.projected, zero, projected)
+        held = state.constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
+        along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) / state.unit
+        acts = state.projected & ((sampled != 0) | (regression != 0) | (along != 0))
+        log_prob = log_prob + torch.where(state.projected, zero, projected)
         at_ids = ids[:, None], log_prob[:, None]
-        own = gather_upstream(found.log_sum, found.entropy, None, grads[1], at_ids)
-        return cls(own, ProjectedUpstream(sampled, regression, along, found.step, acts))
+        own = gather_upstream(state.log_sum, state.entropy, None, grads[1], at_ids)
+        return cls(own, ProjectedUpstream(sampled, regression, along, state.step, acts))
 
     def rows(self) -> Tensor:
         """Those that received any."""

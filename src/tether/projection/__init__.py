@@ -13,15 +13,19 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
+from tether.projection.settings import TROLLSettings
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
+from tether.projection.tokens import ProjectedTokens
 
 __all__ = [
     "CategoricalProjection",
     "Certificate",
     "CompactLogProbs",
     "GaussianProjection",
+    "ProjectedTokens",
     "SparseLogProbs",
     "SparseProjection",
+    "TROLLSettings",
     "certify",
     "diagonal_gaussian_entropy",
     "gaussian_entropy",

@@ -8,7 +8,7 @@ result in closed form.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from tether.errors import InvalidInputError
 from tether.projection.backend import Backend, use_triton
 from tether.projection.divergence import BLOCK_ELEMENTS, region_kl, where
 from tether.projection.geodesic import Geodesic
+from tether.projection.settings import Region, check_choice, check_kl_bound
 from tether.projection.solve import may_ask
-
-Region = Literal["token", "sequence"]
 
 # Outcomes that one program of the kernel holds in registers.
 _KERNEL_OUTCOMES = 4096
@@ -241,15 +240,6 @@ def _nothing_to_project(log_probs: Tensor, region: Region) -> CategoricalProject
     return CategoricalProjection(log_probs, ones, torch.zeros_like(ones), torch.zeros_like(ones).bool())
 
 
-def check_kl_bound(kl_bound: float) -> None:
-    """Refuse a bound that is not a positive number (infinity is one)."""
-    if not (isinstance(kl_bound, (int, float)) and kl_bound > 0):
-        raise InvalidInputError(
-            f"kl_bound must be a positive number of nats, got {kl_bound!r}. "
-            "Typical values are 0.01 to 0.25; math.inf switches the projection off."
-        )
-
-
 def _check_arguments(new: Tensor, old: Tensor, kl_bound: float, region: str, mask: Tensor | None) -> None:
     check_kl_bound(kl_bound)
     if new.shape != old.shape:
@@ -259,8 +249,7 @@ def _check_arguments(new: Tensor, old: Tensor, kl_bound: float, region: str, mas
         )
     if not new.is_floating_point() or not old.is_floating_point():
         raise InvalidInputError(f"log-probabilities must be floating point, got {new.dtype} and {old.dtype}.")
-    if region not in ("token", "sequence"):
-        raise InvalidInputError(f'region must be "token" or "sequence", got {region!r}.')
+    check_choice("region", region, get_args(Region))
     if new.dim() < (2 if region == "sequence" else 1) or (new.shape[-1] == 0 and new.shape[:-1].numel()):
         wanted = "[..., tokens, vocabulary]" if region == "sequence" else "[..., vocabulary]"
         raise InvalidInputError(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.projection.categorical import check_kl_bound
 from tether.projection.divergence import kl_categorical
+from tether.projection.settings import check_kl_bound
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
 

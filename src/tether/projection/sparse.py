@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError
+from tether.errors import InvalidInputError, renamed
 from tether.projection.backend import Backend
-from tether.projection.categorical import Region, project_categorical
+from tether.projection.categorical import project_categorical
 from tether.projection.divergence import log1mexp
+from tether.projection.settings import Region, SparseSupport, check_choice, check_support_size
 from tether.projection.solve import may_ask
-
-Tail = Literal["bucket", "paper"]
 
 #: Marks a slot of `SparseLogProbs.ids` that holds nothing.
 EMPTY = -1
@@ -164,6 +163,11 @@ class SparseLogProbs:
         log_probs = torch.where(ids == EMPTY, -torch.inf, log_probs)
         return cls.from_log_probs(ids, log_probs, vocabulary_size=vocabulary_size, log_tail_min=log_tail_min)
 
+    @property
+    def rows(self) -> Tensor:
+        """The log-probabilities that are kept, whose leading dimensions are those of the tokens."""
+        return self.log_probs
+
     def log_prob_of(self, ids: Tensor) -> Tensor:
         """Log-probability of one kept id a row, [...]; -inf for an id that was not kept."""
         match = self.ids == ids.unsqueeze(-1)
@@ -197,7 +201,7 @@ class SparseProjection:
     log_probs: SparseLogProbs
     """The projected distribution."""
     new: SparseLogProbs
-    """The new distribution as it was projected: on the same ids, renormalised with ``tail="paper"``."""
+    """The new distribution as it was projected: on the same ids, renormalised with ``support="paper"``."""
     old: SparseLogProbs
     """The old distribution as it was compared with, likewise."""
     step: Tensor
@@ -208,36 +212,37 @@ class SparseProjection:
     """Where the bound was exceeded and the projection acted, bool, a value a region."""
 
 
+@renamed(tail="support")
 def project_sparse(
     new: SparseLogProbs,
     old: SparseLogProbs,
     kl_bound: float,
     *,
-    tail: Tail = "bucket",
+    support: SparseSupport = "bucket",
     region: Region = "token",
     mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> SparseProjection:
     """Solve argmin_π KL(π ‖ new) subject to KL(π ‖ old) <= kl_bound on a sparse support.
 
-    With ``tail="bucket"`` (default) everything outside the support is one outcome with its exact
+    With ``support="bucket"`` (default) everything outside the support is one outcome with its exact
     mass, and inside the tail π keeps the new policy's proportions. The divergence that is bounded is
     a lower bound of the true one (data processing), and approaches it as K grows.
 
-    With ``tail="paper"`` the TROLL paper's code is reproduced: the supports' union is formed, every
+    With ``support="paper"`` the TROLL paper's code is reproduced: the supports' union is formed, every
     id missing on one side gets probability 1e-12, both are renormalised and the tail is ignored. It
     exists for comparison; the projected distribution can leave the ball many times over.
 
     Args:
-        new, old: distributions [..., K]. With ``tail="bucket"`` both on the same ids in the same order;
-            with ``tail="paper"`` each on its own.
+        new, old: distributions [..., K]. With ``support="bucket"`` both on the same ids in the same order;
+            with ``support="paper"`` each on its own.
         kl_bound, region, mask, backend: as in `project_categorical`.
 
     Returns:
         Projected log-probabilities, on the ids of `new` (bucket) or on the union (paper).
 
     Raises:
-        InvalidInputError: as in `project_categorical`, or different ids with ``tail="bucket"``.
+        InvalidInputError: as in `project_categorical`, or different ids with ``support="bucket"``.
 
     Source: TROLL (arXiv 2510.03817, section 4 and appendix); the bucket is ours.
 
@@ -250,20 +255,31 @@ def project_sparse(
         >>> round((p.exp() * (p - q)).sum().item(), 4)
         0.05
     """
-    if tail == "paper":
-        new, old = _on_union_with_default(new, old)
-    elif tail != "bucket":
-        raise InvalidInputError(f'tail must be "bucket" or "paper", got {tail!r}.')
-    elif not _same_ids(new.ids, old.ids):
-        raise InvalidInputError(
-            'tail="bucket" compares both distributions on the same ids, but those of new '
-            f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at "
-            "the old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
-        )
+    new, old = on_one_support(new, old, support)
     sides = new.with_buckets(), old.with_buckets()
     result = project_categorical(*sides, kl_bound, region=region, mask=mask, backend=backend)
     projected = SparseLogProbs(new.ids, result.log_probs[..., :-1], result.log_probs[..., -1])
     return SparseProjection(projected, new, old, result.step, result.kl, result.projected)
+
+
+def on_one_support(
+    new: SparseLogProbs, old: SparseLogProbs, support: SparseSupport
+) -> tuple[SparseLogProbs, SparseLogProbs]:
+    """Both distributions on the same ids, as `project_sparse` compares them.
+
+    Raises:
+        InvalidInputError: an unknown support, or different ids with ``support="bucket"``.
+    """
+    check_choice("support", support, get_args(SparseSupport))
+    if support == "paper":
+        new, old = _on_union_with_default(new, old)
+    elif not _same_ids(new.ids, old.ids):
+        raise InvalidInputError(
+            'support="bucket" compares both distributions on the same ids, but those of new '
+            f"{tuple(new.ids.shape)} and old {tuple(old.ids.shape)} differ. Evaluate the new policy at "
+            "the old one's ids: SparseLogProbs.at_ids(new_logits, old.ids)."
+        )
+    return new, old
 
 
 def _same_ids(new: Tensor, old: Tensor) -> bool:
@@ -272,7 +288,9 @@ def _same_ids(new: Tensor, old: Tensor) -> bool:
         return new is old
     if may_ask(new):
         return torch.equal(new, old)
-    torch._assert_async((new == old).all(), 'project_sparse: tail="bucket" needs the same ids in new and old')
+    torch._assert_async(
+        (new == old).all(), 'project_sparse: support="bucket" needs the same ids in new and old'
+    )
     return True
 
 
@@ -346,17 +364,6 @@ def union_of_ids(first: Tensor, second: Tensor) -> Tensor:
     repeated[..., 1:] = both[..., 1:] == both[..., :-1]
     both = torch.where(repeated, last, both).sort(-1).values
     return torch.where(both == last, EMPTY, both)
-
-
-def check_support_size(top_k: int, mass: float) -> None:
-    """Refuse sizes that cannot be meant."""
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-        raise InvalidInputError(f"top_k must be an integer of at least 1, got {top_k!r} (64 is usual).")
-    if not 0.0 < mass <= 1.0:
-        raise InvalidInputError(
-            f"mass must lie in (0, 1], got {mass!r}. It is the probability to cover, so the paper's "
-            "threshold of 1e-5 is mass=1 - 1e-5."
-        )
 
 
 def _on_union_with_default(new: SparseLogProbs, old: SparseLogProbs) -> tuple[SparseLogProbs, SparseLogProbs]:

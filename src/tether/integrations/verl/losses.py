@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from tether.errors import ConfigError
 from tether.integrations.logits_hooks import (
-    LogitsProjection,
     VocabularyShard,
     project_on_old_policy,
     record_old_policy,
@@ -30,9 +29,9 @@ from tether.integrations.logits_hooks import (
 from tether.integrations.verl import carrier
 from tether.integrations.verl.layout import CountedTokens, counted_tokens, refuse_padded_batch, spread
 from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
-from tether.losses.base import masked_max, masked_mean, sequence_log_ratio
-from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
+from tether.losses.troll import troll_objective
 from tether.projection import SparseLogProbs
+from tether.projection.tokens import ProjectedTokens, masked_max, masked_mean
 
 SequenceShard = Callable[[], tuple[int, int]]
 _LOG_PROBS = "log_probs"
@@ -110,37 +109,34 @@ class RecordOldPolicy:
         )
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """What the second call needs of the projection; each travels as a model output of its own."""
+# What the second call does not need, and so does not travel.
+_STAYS = ("new_log_probs", "step", "entropy")
+_PREFIX = "troll_"
 
-    log_probs: Tensor
-    old_log_probs: Tensor
-    regression: Tensor
-    kl: Tensor
-    projected: Tensor
-    tail_mass: Tensor
-    certified: Tensor | None
-    uncertain: Tensor | None
 
-    @classmethod
-    def of(cls, projection: LogitsProjection) -> _Outputs:
-        tokens, dtype = projection.tokens, projection.log_probs.dtype
-        values: dict[str, Any] = {field.name: getattr(tokens, field.name) for field in fields(cls)}
-        flat: dict[str, Any] = {n: v if v is None else v[0].to(dtype) for n, v in values.items()}
-        return cls(**flat)
+def _as_outputs(tokens: ProjectedTokens, tokens_of_batch: CountedTokens, columns: int) -> dict[str, Tensor]:
+    """The projection as model outputs, one value a position: how the engine keeps it for the second call."""
+    values = {name: value for name, value in tokens.known().items() if name not in _STAYS}
+    return {
+        _PREFIX + name: spread(value.to(tokens.kl.dtype), tokens_of_batch.rows, columns)
+        for name, value in values.items()
+    } | {_LOG_PROBS: spread(tokens.new_log_probs, tokens_of_batch.rows, columns)}
 
-    @classmethod
-    def read(cls, model_output: dict[str, Any], data: TensorDict) -> _Outputs:
-        found: dict[str, Any] = {field.name: model_output.get(f"troll_{field.name}") for field in fields(cls)}
-        padded: dict[str, Any] = {
-            n: v if v is None else no_padding_2_padding(v, data) for n, v in found.items()
-        }
-        return cls(**padded)
+
+def _from_outputs(model_output: dict[str, Any], data: TensorDict) -> ProjectedTokens:
+    """The projection again, [B, T]."""
+    found = {
+        name.removeprefix(_PREFIX): no_padding_2_padding(value, data)
+        for name, value in model_output.items()
+        if name.startswith(_PREFIX)
+    }
+    found["projected"] = found["projected"] > 0
+    log_probs = no_padding_2_padding(model_output[_LOG_PROBS], data)
+    return ProjectedTokens(new_log_probs=log_probs, step=torch.ones_like(log_probs), **found)
 
 
 #: Handed from `TROLLLoss` to the policy loss through verl's loss function between them.
-_outputs: contextvars.ContextVar[_Outputs | None] = contextvars.ContextVar("troll_outputs", default=None)
+_tokens: contextvars.ContextVar[ProjectedTokens | None] = contextvars.ContextVar("troll_tokens", default=None)
 
 
 class TROLLLoss:
@@ -168,13 +164,13 @@ class TROLLLoss:
         if student_logits is not None:
             return self._project(student_logits, data, data_format)
         assert model_output is not None
-        outputs = _Outputs.read(model_output, data)
-        token = _outputs.set(outputs)
+        tokens = _from_outputs(model_output, data)
+        before = _tokens.set(tokens)
         try:
             loss, metrics = self._ppo_loss(model_output=model_output, data=data, dp_group=dp_group)
         finally:
-            _outputs.reset(token)
-        return loss, metrics | _metrics(outputs, data, self._settings)
+            _tokens.reset(before)
+        return loss, metrics | _metrics(tokens, data, self._settings)
 
     def _project(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
@@ -200,13 +196,7 @@ class TROLLLoss:
             shard=self._partition.vocabulary(logits.shape[-1]),
             sequence_lengths=sequence_lengths,
         )
-        columns = logits.shape[1]
-        outputs = {
-            f"troll_{name}": spread(value, tokens.rows, columns)
-            for name, value in vars(_Outputs.of(projection)).items()
-            if value is not None
-        }
-        return outputs | {_LOG_PROBS: spread(projection.log_probs, tokens.rows, columns)}
+        return _as_outputs(projection, tokens, logits.shape[1])
 
 
 def refuse_data_format(data_format: str) -> None:
@@ -239,54 +229,47 @@ def troll_policy_loss(
     Raises:
         ConfigError: the engine is not TROLL's, so that nothing was projected.
     """
-    outputs = _outputs.get()
-    if outputs is None:
+    tokens = _tokens.get()
+    if tokens is None:
         raise ConfigError(
             f"policy_loss.loss_mode={LOSS_MODE} ran in an engine that does not project. Add "
             "actor_rollout_ref.model.external_lib=tether.integrations.verl and "
             f"+actor_rollout_ref.model.model_type={MODEL_TYPE}."
         )
     settings = config.policy_loss
-    ratio, advantages = _ratio(outputs, advantages, response_mask, settings)
-    token_loss = -ratio * advantages
-    if rollout_is_weights is not None:
-        token_loss = token_loss * rollout_is_weights
-    if settings.troll_alpha > 0:
-        token_loss = token_loss + settings.troll_alpha * outputs.regression
-    loss = agg_loss(token_loss, response_mask, loss_agg_mode, **config.global_batch_info)
+    objective = troll_objective(
+        tokens,
+        advantages,
+        response_mask,
+        alpha=settings.troll_alpha,
+        ratio_level=settings.troll_ratio,
+        policy_weights=rollout_is_weights,
+    )
+    loss = agg_loss(objective.token_loss, response_mask, loss_agg_mode, **config.global_batch_info)
     # verl's estimate of KL(old || new), of the network itself, so that runs with other losses compare.
     return loss, {"actor/ppo_kl": masked_mean((old_log_prob - log_prob).detach(), response_mask).item()}
 
 
-def _ratio(outputs: _Outputs, advantages: Tensor, mask: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
-    """projected / old of each token or, as GSPO has it, of its sequence; and the advantages."""
-    tokens = read_tokens(outputs.log_probs, outputs.old_log_probs, advantages, mask)
-    if settings.troll_ratio == "token":
-        return tokens.ratio, tokens.advantages
-    log_ratio = sequence_log_ratio(tokens.log_ratio, mask)
-    return log_ratio.clamp_max(LARGEST_LOG_RATIO).exp(), tokens.advantages
-
-
-def _metrics(outputs: _Outputs, data: TensorDict, settings: Any) -> dict[str, Metric]:
+def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[str, Metric]:
     """Means over the tokens of the global mini-batch, whatever the micro-batches; maxima over all."""
-    mask = data["response_mask"].to_padded_tensor(0).to(outputs.kl.dtype)
-    ratio = _ratio(outputs, torch.zeros_like(mask), mask, settings)[0].detach()
+    mask = data["response_mask"].to_padded_tensor(0).to(tokens.kl.dtype)
+    ratio = troll_objective(tokens, mask, mask, ratio_level=settings.troll_ratio).ratio.detach()
     share = data["dp_size"] / max(1, data["batch_num_tokens"])
     means = {
-        "kl_mean": outputs.kl,
-        "projected": outputs.projected,
-        "regression": outputs.regression.detach(),
-        "tail_mass": outputs.tail_mass,
+        "kl_mean": tokens.kl,
+        "projected": tokens.projected,
+        "regression": tokens.regression.detach(),
+        "tail_mass": tokens.tail_mass,
         "ratio_mean": ratio,
-        "certified": outputs.certified,
-        "uncertain": outputs.uncertain,
+        "certified": tokens.certified,
+        "uncertain": tokens.uncertain,
     }
     result = {
         f"actor/troll/{name}": Metric(AggregationType.SUM, torch.where(mask > 0, value, 0.0).sum() * share)
         for name, value in means.items()
         if value is not None
     }
-    for name, value in (("kl_max", outputs.kl), ("ratio_max", ratio)):
+    for name, value in (("kl_max", tokens.kl), ("ratio_max", ratio)):
         result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))
     return result
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from verl.workers.config import PolicyLossConfig
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, InvalidInputError
+from tether.losses.troll import RatioLevel
+from tether.projection.settings import TROLLSettings, check_choice
 
 #: `policy_loss.loss_mode` and the name in verl's registry of policy losses.
 LOSS_MODE = "troll"
@@ -33,18 +34,18 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
 
     loss_mode: str = LOSS_MODE
     """"troll", or any of verl's own losses to compare with: these then run untouched."""
-    troll_kl_bound: float = 0.05
+    troll_kl_bound: float = TROLLSettings.kl_bound
     """Bound on KL(new || old) of each token in nats; infinity switches the trust region off."""
-    troll_alpha: float = 1.0
+    troll_alpha: float = TROLLSettings.alpha
     """Weight of the regression of the network onto its projection."""
-    troll_top_k: int = 64
+    troll_top_k: int = TROLLSettings.top_k
     """Ids kept of each old token distribution, besides the sampled one."""
-    troll_mass: float = 1 - 1e-5
+    troll_mass: float = TROLLSettings.mass
     """Keep fewer ids where the most likely ones hold this much probability together."""
     troll_support: str = "bucket"
     """What stands for all other ids: "bucket", one outcome with their exact mass, or "paper", the paper's
     fixed probability of 1e-12 for each."""
-    troll_region: str = "token"
+    troll_region: str = TROLLSettings.region
     """Bound each "token"'s divergence, or the mean over the tokens of a "sequence"."""
     troll_ratio: str = "token"
     """Ratio of each "token", or GSPO's of a "sequence" (with `loss_agg_mode=seq-mean-token-mean`)."""
@@ -72,35 +73,17 @@ def same_settings(first: Any, second: Any) -> bool:
 
 
 def _check(config: TROLLPolicyLossConfig) -> None:
-    if not config.troll_kl_bound > 0:
+    TROLLSettings.read(config, f"{_KEY}.troll_")
+    if config.troll_top_k > _MOST_IDS:
         raise ConfigError(
-            f"{_KEY}.troll_kl_bound must be positive, got {config.troll_kl_bound!r}. 0.05 is the paper's; "
-            "inf switches the trust region off."
-        )
-    if not (config.troll_alpha >= 0 and math.isfinite(config.troll_alpha)):
-        raise ConfigError(
-            f"{_KEY}.troll_alpha must be a number that is not negative, got {config.troll_alpha!r}."
-        )
-    if not isinstance(config.troll_top_k, int) or not 1 <= config.troll_top_k <= _MOST_IDS:
-        raise ConfigError(
-            f"{_KEY}.troll_top_k must lie in [1, {_MOST_IDS}], got {config.troll_top_k!r}; 64 is usual."
-        )
-    if not 0 < config.troll_mass <= 1:
-        raise ConfigError(
-            f"{_KEY}.troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to "
-            "keep: the paper's threshold of 1e-5 is 0.99999."
+            f"{_KEY}.troll_top_k must be at most {_MOST_IDS}, got {config.troll_top_k!r}; 64 is usual."
         )
     if config.troll_support == "exact":
         raise ConfigError(
             f"{_KEY}.troll_support=exact needs the old policy's hidden states, which verl does not keep "
             "between passes. Use bucket with a larger troll_top_k (1024 is close to exact)."
         )
-    for name, allowed in (
-        ("troll_support", ("bucket", "paper")),
-        ("troll_region", ("token", "sequence")),
-        ("troll_ratio", ("token", "sequence")),
-    ):
-        if getattr(config, name) not in allowed:
-            raise ConfigError(
-                f"{_KEY}.{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}."
-            )
+    try:
+        check_choice("ratio", config.troll_ratio, get_args(RatioLevel))
+    except InvalidInputError as error:
+        raise ConfigError(f"{_KEY}.troll_{error}") from error

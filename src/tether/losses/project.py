@@ -1,0 +1,248 @@
+"""The trust region on the sampled tokens of a batch, whatever is known of the two policies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError, renamed
+from tether.ops import linear_trust_region
+from tether.ops.hidden_states import HiddenStates
+from tether.projection import SparseLogProbs, certify, kl_categorical, project_categorical
+from tether.projection.settings import Region, SparseSupport, TROLLSettings
+from tether.projection.solve import may_ask
+from tether.projection.sparse import EMPTY, on_one_support
+from tether.projection.tokens import ProjectedTokens
+
+Policy = Tensor | SparseLogProbs | HiddenStates
+"""What is known of a policy at the tokens [B, T]: whole log-probabilities [B, T, V], those of a few ids with
+the mass of all others, or the hidden states and the LM head that make them."""
+
+
+@renamed(tail="support")
+def project_tokens(
+    new: Policy,
+    old: Policy,
+    response_ids: Tensor,
+    response_mask: Tensor,
+    *former_order: Any,
+    log_probs: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    kl_bound: float = TROLLSettings.kl_bound,
+    support: SparseSupport = "bucket",
+    region: Region = TROLLSettings.region,
+) -> ProjectedTokens:
+    """Project the distributions of a batch and read off the sampled tokens.
+
+    Solves argmin_π KL(π ‖ new) subject to KL(π ‖ old) <= kl_bound for each token. Inside the bound, a token
+    keeps the very `log_probs` given. For trainers that have an objective of their own; `troll` is the whole
+    loss.
+
+    Args:
+        new, old: both policies in one form (see `Policy`). A sparse old policy's ids must hold every sampled
+            token.
+        response_ids: the sampled tokens, [B, T] integer.
+        response_mask: [B, T]; distributions under a zero mask are ignored.
+        log_probs, old_log_probs: exact, of the sampled tokens, [B, T]; by default those in `new` and `old`
+            (of an old policy's hidden states they are not formed).
+        kl_bound, region: as in `tether.project_categorical`.
+        support: of sparse policies, as in `tether.project_sparse`.
+
+    Raises:
+        InvalidInputError: shapes or forms that do not fit, a sampled token outside the old support, or what
+            the projection refuses.
+
+    Source: TROLL (arXiv 2510.03817, section 3 and 4).
+
+    Example:
+        >>> import torch
+        >>> old = torch.tensor([[[0.7, 0.2, 0.1]]]).log()
+        >>> new = torch.tensor([[[0.1, 0.2, 0.7]]]).log()
+        >>> tokens = project_tokens(new, old, torch.tensor([[2]]), torch.ones(1, 1))
+        >>> bool(tokens.projected), round(tokens.projected_log_probs.exp().item(), 3)
+        (True, 0.188)
+    """
+    if former_order:
+        raise InvalidInputError(
+            "project_tokens takes new, old, response_ids and response_mask in this order now, log_probs and "
+            "old_log_probs by name."
+        )
+    counted = response_mask > 0
+    _check_shapes(new, old, response_ids, response_mask)
+    response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
+    if isinstance(new, HiddenStates) and isinstance(old, HiddenStates):
+        return _project_hidden_states(new, old, response_ids, counted, old_log_probs, kl_bound, region)
+    outcomes = _outcomes(new, old, response_ids, counted, support)
+    mask = counted if region == "sequence" else None
+    result = project_categorical(outcomes.new, outcomes.old, kl_bound, region=region, mask=mask)
+    if log_probs is None or support == "paper":  # whose code sees nothing but the renormalised supports
+        log_probs = outcomes.sampled(outcomes.new)
+    if old_log_probs is None or support == "paper":
+        old_log_probs = outcomes.sampled(outcomes.old)
+    kl, step, projected = result.kl, result.step, result.projected
+    if region == "sequence":  # whose projection knows the divergence of its tokens in the mean alone
+        kl = kl_categorical(outcomes.new.detach(), outcomes.old)
+        step, projected = (value[:, None].expand_as(kl) for value in (step, projected))
+    projected = projected & counted
+    certified, uncertain = _prove(new, old, kl, kl_bound, support, region)
+    return ProjectedTokens(
+        new_log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        projected_log_probs=torch.where(projected, outcomes.sampled(result.log_probs), log_probs),
+        regression=_regression(outcomes.new, result.log_probs.detach(), projected),
+        kl=kl,
+        step=step,
+        projected=projected,
+        tail_mass=new.log_tail.detach().exp() if isinstance(new, SparseLogProbs) else torch.zeros_like(kl),
+        certified=certified,
+        uncertain=uncertain,
+    )
+
+
+def _project_hidden_states(
+    new: HiddenStates,
+    old: HiddenStates,
+    response_ids: Tensor,
+    counted: Tensor,
+    old_log_probs: Tensor | None,
+    kl_bound: float,
+    region: Region,
+) -> ProjectedTokens:
+    """`linear_trust_region` of the tokens that count, put back into their places [B, T].
+
+    Raises:
+        InvalidInputError: a new policy without its LM head, or what `linear_trust_region` refuses.
+    """
+    if new.weight is None:
+        raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
+    rows = linear_trust_region(
+        new.hidden[counted],
+        new.weight,
+        response_ids[counted],
+        old.hidden[counted],
+        kl_bound=kl_bound,
+        bias=new.bias,
+        old_weight=old.weight,
+        old_bias=old.bias,
+        old_support=None if old.support is None else old.support[counted],
+        sequences=counted.nonzero()[:, 0] if region == "sequence" else None,
+        temperature=new.head.temperature,
+        logit_scale=new.head.logit_scale,
+        softcap=new.head.softcap,
+        vocabulary_size=new.head.vocabulary_size,
+        weights_at_hand=new.head.weights_at_hand,
+    )
+
+    def put_back(values: Tensor) -> Tensor:
+        return torch.zeros_like(counted, dtype=values.dtype).masked_scatter(counted, values)
+
+    tokens = rows.each(put_back)
+    return tokens if old_log_probs is None else replace(tokens, old_log_probs=old_log_probs)
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """Both policies as log-probabilities of the same outcomes, [B, T, O]; the old one without gradient."""
+
+    new: Tensor
+    old: Tensor
+    index: Tensor
+    """Which outcome was sampled, [B, T]."""
+
+    def sampled(self, log_probs: Tensor) -> Tensor:
+        """Of the sampled outcomes."""
+        return log_probs.gather(-1, self.index[..., None]).squeeze(-1)
+
+
+def _outcomes(
+    new: Policy, old: Policy, response_ids: Tensor, counted: Tensor, support: SparseSupport
+) -> _Outcomes:
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        dtype = torch.promote_types(torch.promote_types(new.dtype, old.dtype), torch.float32)
+        new, old = (torch.where(counted[..., None], side.to(dtype), 0.0) for side in (new, old.detach()))
+        return _Outcomes(new, old, response_ids.long())
+    if isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs):
+        _check_sampled_kept(old, response_ids, counted)
+        new, old = on_one_support(
+            _blank(new, counted, support), _blank(old.detach(), counted, support), support
+        )
+        index = (new.ids == response_ids[..., None]).int().argmax(-1)
+        return _Outcomes(new.with_buckets(), old.with_buckets(), index)
+    raise InvalidInputError(
+        "new and old must come in one form, both as log-probabilities [B, T, V], SparseLogProbs or "
+        f"HiddenStates, got {type(new).__name__} and {type(old).__name__}."
+    )
+
+
+def _prove(
+    new: Policy, old: Policy, kl: Tensor, kl_bound: float, support: SparseSupport, region: Region
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the support proves of each token; nothing if the old policy's tail is unknown."""
+    if not isinstance(new, SparseLogProbs) or not isinstance(old, SparseLogProbs):
+        return None, None
+    if old.log_tail_min is None or support == "paper" or region == "sequence" or math.isinf(kl_bound):
+        return None, None
+    certificate = certify(new, old, kl_bound, kl=kl.detach())
+    return certificate.inside, certificate.uncertain
+
+
+def _regression(new: Tensor, projected: Tensor, where: Tensor) -> Tensor:
+    """KL(new || projected) of the rows in `where`, zero elsewhere.
+
+    Outcomes that the old policy, and so the projection, cannot produce are left out: their term is
+    infinite, and no finite pull removes them.
+    """
+    counted = where[..., None] & ~torch.isneginf(new) & ~torch.isneginf(projected)
+    log_new = torch.where(counted, new, 0.0)
+    terms = log_new.exp() * (log_new - torch.where(counted, projected, 0.0))
+    return torch.where(counted, terms, 0.0).sum(-1)
+
+
+def _blank(distribution: SparseLogProbs, counted: Tensor, support: SparseSupport) -> SparseLogProbs:
+    """The same in float32 at least, but certain of one outcome in rows that do not count.
+
+    That is the tail, or id 0 where the tail is not looked at.
+    """
+    ids = distribution.ids
+    dtype = torch.promote_types(distribution.log_probs.dtype, torch.float32)
+    blank = torch.full((ids.shape[-1],), -torch.inf, dtype=dtype, device=ids.device)
+    if support == "paper":
+        blank[0] = 0.0
+        only_first = torch.full_like(ids, EMPTY)
+        only_first[..., 0] = 0
+        ids = torch.where(counted[..., None], ids, only_first)
+    return SparseLogProbs(
+        ids,
+        torch.where(counted[..., None], distribution.log_probs.to(dtype), blank),
+        torch.where(counted, distribution.log_tail.to(dtype), -torch.inf if support == "paper" else 0.0),
+    )
+
+
+def _check_shapes(new: Policy, old: Policy, ids: Tensor, mask: Tensor) -> None:
+    if mask.shape != ids.shape or ids.dim() != 2:
+        raise InvalidInputError(
+            f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "
+            f"{tuple(mask.shape)}."
+        )
+    for name, policy in (("new", new), ("old", old)):
+        rows = policy if isinstance(policy, Tensor) else policy.rows
+        if rows.shape[:-1] != ids.shape:
+            raise InvalidInputError(
+                f"{name} must be [B, T, outcomes] with [B, T] = {tuple(ids.shape)}, got {tuple(rows.shape)}."
+            )
+
+
+def _check_sampled_kept(old: SparseLogProbs, response_ids: Tensor, counted: Tensor) -> None:
+    """Every sampled token must be in the old support, or its ratio would silently be zero."""
+    missing = counted & ~(old.ids == response_ids[..., None]).any(-1)
+    if not may_ask(missing):
+        torch._assert_async(~missing.any(), "troll: a sampled token is not among the old policy's ids")
+    elif bool(missing.any()):
+        raise InvalidInputError(
+            f"{int(missing.sum())} sampled tokens are not among the old policy's ids. Build the support with "
+            "SparseLogProbs.from_logits(..., keep_ids=response_ids)."
+        )

@@ -1,0 +1,90 @@
+"""What the exact trust region finds out about every token, and what of it the backward pass needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tether.projection.tokens import ProjectedTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenState(ProjectedTokens):
+    """The result with what the backward pass needs, [N] each; filled in a block of tokens at a time."""
+
+    entropy: Tensor
+    certified: Tensor
+    uncertain: Tensor
+    log_sum: Tensor
+    """Log of the sum of exponentials of the new logits."""
+    constrained: Tensor
+    """Whether the bound (and not the end of the curve) determines the step."""
+    centred: Tensor
+    """Centred log-ratio of the sampled token, in units of `unit`."""
+    variance: Tensor
+    """Variance of the log-ratio under the projection, in squared `unit`s."""
+    unit: Tensor
+    """Range of the log-ratio (of a sequence: the largest of its tokens); keeps variances finite."""
+
+    @classmethod
+    def empty(cls, hidden: Tensor) -> TokenState:
+        """Of tokens for which nothing has to be done."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        flags = {"projected", "certified", "uncertain", "constrained"}
+        values = {"step": 1.0, "unit": 1.0, "tail_mass": torch.nan, "old_log_probs": torch.nan}
+
+        def start(name: str) -> Tensor:
+            if name in flags:
+                return hidden.new_zeros(hidden.shape[0], dtype=torch.bool)
+            return hidden.new_full(hidden.shape[:1], values.get(name, 0.0), dtype=dtype)
+
+        return cls(**{name: start(name) for name in cls.names()})
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields, those that carry a gradient first, as autograd hands them on."""
+        others = (f.name for f in fields(cls) if f.name not in DIFFERENTIABLE)
+        return (*DIFFERENTIABLE, *others)
+
+    @classmethod
+    def read(cls, tensors: Iterable[Tensor]) -> TokenState:
+        """What `tensors` gave."""
+        return cls(**dict(zip(cls.names(), tensors, strict=True)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order of the names."""
+        return tuple(getattr(self, name) for name in self.names())
+
+    def without_gradient(self) -> tuple[Tensor, ...]:
+        """Those that are constants to whoever uses them."""
+        return tuple(getattr(self, name) for name in self.names() if name not in DIFFERENTIABLE)
+
+    def result(self) -> ProjectedTokens:
+        """What callers see."""
+        return ProjectedTokens(**{f.name: getattr(self, f.name) for f in fields(ProjectedTokens)})
+
+    def put(self, rows: Tensor, projection: ProjectedRows) -> None:
+        """Note what the projection of some rows found."""
+        self.projected[rows] = True
+        for name, value in projection._asdict().items():
+            getattr(self, name)[rows] = value
+
+
+#: The fields that carry a gradient.
+DIFFERENTIABLE = ("new_log_probs", "entropy", "projected_log_probs", "regression")
+
+
+class ProjectedRows(NamedTuple):
+    """The part of `TokenState` that projected rows fill in."""
+
+    projected_log_probs: Tensor
+    regression: Tensor
+    step: Tensor
+    constrained: Tensor
+    centred: Tensor
+    variance: Tensor
+    unit: Tensor

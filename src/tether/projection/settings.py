@@ -1,0 +1,116 @@
+"""The settings of the trust region on tokens: each declared, explained and checked here, under one name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from tether.errors import ConfigError, InvalidInputError
+
+Support = Literal["exact", "bucket", "paper"]
+"""Where distributions are compared: on the whole vocabulary; on the ids kept, with all others as one outcome
+of their exact mass; or on the ids kept, with the paper's fixed probability for each other id."""
+SparseSupport = Literal["bucket", "paper"]
+"""Those that need nothing but the ids kept."""
+Region = Literal["token", "sequence"]
+"""What the bound holds for: each token's divergence, or the mean over a sequence's tokens."""
+
+
+@dataclass(frozen=True)
+class TROLLSettings:
+    """What can be chosen about TROLL. The defaults are the paper's, but for the support, which is ours.
+
+    Raises:
+        InvalidInputError: a value of another type or out of range, with its name and the remedy.
+
+    Example:
+        >>> TROLLSettings(kl_bound=0.1).alpha
+        1.0
+        >>> TROLLSettings(top_k=0)
+        Traceback (most recent call last):
+        ...
+        tether.errors.InvalidInputError: top_k must be an integer of at least 1, got 0 (64 is usual).
+    """
+
+    kl_bound: float = 0.05
+    """Bound on KL(new || old) of each token in nats; infinity switches the trust region off."""
+    alpha: float = 1.0
+    """Weight of the regression of the network onto its projection."""
+    top_k: int = 64
+    """Ids kept of each old token distribution, besides the sampled one."""
+    mass: float = 1 - 1e-5
+    """Keep fewer ids where the most likely ones hold this much probability together."""
+    support: Support = "exact"
+    """Compare on the whole vocabulary (exact), or on the ids kept, all others being one outcome with their
+    exact mass (bucket) or having probability 1e-12 each, as in the paper's code (paper)."""
+    region: Region = "token"
+    """Bound each token's divergence, or the mean over the tokens of a sequence."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_kl_bound(self.kl_bound)
+        check_alpha(self.alpha)
+        check_support_size(self.top_k, self.mass)
+        check_choice("support", self.support, get_args(Support))
+        check_choice("region", self.region, get_args(Region))
+
+    @classmethod
+    def read(cls, config: Any, key: str) -> Self:
+        """The settings that a trainer's configuration holds under prefixed names.
+
+        Args:
+            config: has an attribute ``<prefix><name>`` for each setting.
+            key: the prefix, after the path that leads to the configuration, such as ``actor.loss.troll_``.
+
+        Raises:
+            ConfigError: as above, with the name the setting has there.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> names = {f"troll_{name}": value for name, value in vars(TROLLSettings()).items()}
+            >>> TROLLSettings.read(SimpleNamespace(**names), "troll_") == TROLLSettings()
+            True
+        """
+        prefix = key.rpartition(".")[-1]
+        try:
+            return cls(**{field.name: getattr(config, prefix + field.name) for field in fields(cls)})
+        except InvalidInputError as error:
+            raise ConfigError(f"{key}{error}") from error
+
+
+def check_kl_bound(kl_bound: float) -> None:
+    """Refuse a bound that is not a positive number (infinity is one)."""
+    if not (is_number(kl_bound) and kl_bound > 0):
+        raise InvalidInputError(
+            f"kl_bound must be a positive number of nats, got {kl_bound!r}. 0.05 is the paper's, 0.01 to "
+            "0.25 are usual; math.inf switches the projection off."
+        )
+
+
+def check_alpha(alpha: float) -> None:
+    """Refuse a weight of the regression that is negative, infinite or no number."""
+    if not (is_number(alpha) and 0 <= alpha < math.inf):
+        raise InvalidInputError(f"alpha must not be negative, got {alpha!r}; 1 is the paper's.")
+
+
+def check_support_size(top_k: int, mass: float) -> None:
+    """Refuse sizes that cannot be meant."""
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise InvalidInputError(f"top_k must be an integer of at least 1, got {top_k!r} (64 is usual).")
+    if not (is_number(mass) and 0.0 < mass <= 1.0):
+        raise InvalidInputError(
+            f"mass must lie in (0, 1], got {mass!r}. It is the probability to cover, so the paper's "
+            "threshold of 1e-5 is mass=1 - 1e-5."
+        )
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is none of those allowed."""
+    if value not in allowed:
+        raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting is a number: no text, no bool, no list."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

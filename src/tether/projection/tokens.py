@@ -1,0 +1,87 @@
+"""What a trust region says of the sampled tokens of a batch: the one result that every path returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectedTokens:
+    """Sampled tokens under the new, the old and the projected policy, a value a token, all of one shape.
+
+    From whole distributions, supports, logits or hidden states, in one loss call or handed through a
+    trainer: the same names mean the same everywhere. Nats, float32 at least.
+    """
+
+    new_log_probs: Tensor
+    """Of the sampled tokens under the network being trained; differentiable."""
+    old_log_probs: Tensor
+    """Of the same tokens under the old policy, as the ratio needs them; NaN where the caller keeps them."""
+    projected_log_probs: Tensor
+    """Of the same tokens under the projected policy; inside the bound `new_log_probs`, gradient included."""
+    regression: Tensor
+    """KL(new || stopgrad(projected)); differentiable; zero, gradient included, where nothing is projected."""
+    kl: Tensor
+    """KL(new || old) before the projection; of certified tokens a lower bound."""
+    step: Tensor
+    """Step s in [0, 1] along the geodesic: 1 where nothing had to be done."""
+    projected: Tensor
+    """Where the bound was exceeded and the projection acted, bool."""
+    tail_mass: Tensor
+    """New mass outside the support: zero where there is none to be outside of, NaN where nobody gave one."""
+    entropy: Tensor | None = None
+    """Of the new policy; a lower bound where it is known on a support alone. None where nobody asked."""
+    certified: Tensor | None = None
+    """Proven to be inside the bound by the support alone, bool; None where nothing was asked of it."""
+    uncertain: Tensor | None = None
+    """The support can prove the token neither inside nor outside, bool."""
+
+    @property
+    def log_probs(self) -> NoReturn:
+        """Was the projected policy's in one result and the network's own in another."""
+        raise AttributeError("log_probs is now projected_log_probs (under the projection) or new_log_probs.")
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed: padded, flattened, cut, moved."""
+        return type(self)(**{name: change(value) for name, value in self.known().items()})
+
+    def known(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name: how a result travels where objects cannot."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
+        """What to watch, over the tokens that count; `tether.losses.troll` says what each is."""
+        acted = self.projected & (response_mask > 0)
+        proofs = {
+            name: masked_mean(proof.to(self.kl.dtype), response_mask)
+            for name, proof in (("certified", self.certified), ("uncertain", self.uncertain))
+            if proof is not None
+        }
+        return proofs | {
+            "kl_mean": masked_mean(self.kl, response_mask),
+            "kl_max": masked_max(self.kl, response_mask),
+            "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
+            "mean_step": torch.where(acted.any(), masked_mean(self.step, acted), 1.0),
+            "regression": masked_mean(self.regression.detach(), response_mask),
+            "tail_mass": masked_mean(self.tail_mass, response_mask),
+        }
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens that count; 0 if none does."""
+    mask = mask.to(values.dtype)
+    # Not values * mask: what is masked may be infinite.
+    return torch.where(mask > 0, values, 0.0).mul(mask).sum() / mask.sum().clamp_min(1)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Maximum over the tokens that count; 0 if none does (for quantities that are never negative)."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return torch.where(mask > 0, values, 0.0).amax()
