@@ -47,7 +47,7 @@ class Dense:
             sparse_old = replace(sparse_old, log_tail_min=old.amin(-1))
             sparse_new = (
                 SparseLogProbs.from_logits(new, sparse_old.ids.shape[-1] - 1, **keep)
-                if settings.get("tail") == "paper"
+                if settings.get("support") == "paper"
                 else SparseLogProbs.at_ids(new, sparse_old.ids)
             )
             distributions = {"new": sparse_new, "old": sparse_old}
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int | Non
     "dense": ({"troll_top_k": VOCABULARY}, {}, {}, None),
     "no regression": ({"troll_top_k": VOCABULARY, "troll_alpha": 0.0}, {}, {"alpha": 0.0}, None),
     "few ids": ({"troll_top_k": 6}, {}, {}, 6),
-    "the paper's tail": ({"troll_top_k": 6, "troll_support": "paper"}, {}, {"tail": "paper"}, 6),
+    "the paper's tail": ({"troll_top_k": 6, "troll_support": "paper"}, {}, {"support": "paper"}, 6),
     "a sequence's mean": (
         {"troll_top_k": VOCABULARY, "troll_region": "sequence"},
         {"loss_agg_mode": "seq-mean-token-mean"},
