@@ -50,6 +50,9 @@ class ProjectedTokens:
     """Tokens proven to be inside the bound by the support alone, bool; None where nothing was asked of it."""
     uncertain: Tensor | None = None
     """Tokens that the support can prove neither inside nor outside, bool."""
+    projected_kl: Tensor | None = None
+    """KL(projected || old) of each token: the solved one where the projection acted, `kl` elsewhere. None
+    under an infinite bound, where nothing is ever projected."""
 
     def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
         """What to watch: see `troll`."""
@@ -59,9 +62,14 @@ class ProjectedTokens:
             for name, proof in (("certified", self.certified), ("uncertain", self.uncertain))
             if proof is not None
         }
+        after = {}
+        if self.projected_kl is not None:
+            after["kl_projected_mean"] = masked_mean(self.projected_kl, response_mask)
+            after["kl_projected_max"] = masked_max(self.projected_kl, response_mask)
         return proofs | {
             "kl_mean": masked_mean(self.kl, response_mask),
             "kl_max": masked_max(self.kl, response_mask),
+            **after,
             "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
             "mean_step": torch.where(acted.any(), masked_mean(self.step, acted), 1.0),
             "regression": masked_mean(self.regression.detach(), response_mask),
@@ -123,12 +131,19 @@ def project_tokens(
         old_log_probs=old_log_probs,
         regression=_regression(rows.new, rows.projected.detach(), projected),
         kl=rows.kl,
+        projected_kl=None if math.isinf(kl_bound) else _projected_kl(rows, projected),
         step=step,
         projected=projected,
         tail_mass=tail_mass,
         certified=certified,
         uncertain=uncertain,
     )
+
+
+def _projected_kl(rows: _Rows, projected: Tensor) -> Tensor:
+    """The divergence of each token's projection; summed over its outcomes, not read from the bound."""
+    solved = kl_categorical(rows.projected.detach(), rows.old)
+    return torch.where(projected, solved, rows.kl)
 
 
 def _prove(
@@ -249,8 +264,9 @@ def troll(
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
 
     Returns:
-        The loss, and metrics `kl_mean`, `kl_max` (before the projection), `projected` (fraction), and, if
-        `old` has a `log_tail_min`, `certified` and `uncertain` (fractions; see `ProjectedTokens`),
+        The loss, and metrics `kl_mean`, `kl_max` (before the projection), `kl_projected_mean`,
+        `kl_projected_max` (after it; not under an infinite bound), `projected` (fraction), and, if `old` has
+        a `log_tail_min`, `certified` and `uncertain` (fractions; see `ProjectedTokens`),
         `mean_step` (over projected tokens, 1 if there are none), `regression`, `entropy` (of the given
         distribution: a sparse one's is a lower bound), `tail_mass`, `ratio_mean`, `ratio_max`.
 

@@ -23,6 +23,8 @@ class LinearTrustRegion:
     """KL(new || stopgrad(projected)). Differentiable; zero, with zero gradient, inside the bound."""
     kl: Tensor
     """KL(new || old) before the projection; where certified, the certificate's lower bound."""
+    projected_kl: Tensor
+    """KL(projected || old): as solved for where the projection acted, `kl` elsewhere."""
     step: Tensor
     """Step s in [0, 1] along the geodesic: 1 where nothing had to be done."""
     projected: Tensor
@@ -74,8 +76,9 @@ class Found(LinearTrustRegion):
 
     def public(self) -> LinearTrustRegion:
         """What callers see."""
+        seen = {field.name: getattr(self, field.name) for field in fields(LinearTrustRegion)}
         return LinearTrustRegion(
-            **{field.name: getattr(self, field.name) for field in fields(LinearTrustRegion)}
+            **{**seen, "projected_kl": torch.where(self.projected, self.projected_kl, self.kl)}
         )
 
     def put(self, rows: Tensor, projection: Projection) -> None:
@@ -93,6 +96,7 @@ class Projection(NamedTuple):
     """The part of `Found` that projected rows fill in."""
 
     projected_log_probs: Tensor
+    projected_kl: Tensor
     regression: Tensor
     step: Tensor
     constrained: Tensor
