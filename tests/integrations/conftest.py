@@ -52,6 +52,7 @@ def make_trainer(
         config_class: Any,
         *,
         model: Any = None,
+        train_dataset: Any = None,
         trainer_arguments: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> Any:
@@ -59,7 +60,7 @@ def make_trainer(
             model=make_tiny_model() if model is None else model,
             reward_funcs=reward_digits,
             args=config_class(**{**settings, **overrides}),
-            train_dataset=prompts,
+            train_dataset=prompts if train_dataset is None else train_dataset,
             processing_class=tokenizer,
             **(trainer_arguments or {}),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import math
 import pickle
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trl
+from tiny_language_model import make_tiny_model
 from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -39,7 +42,22 @@ def _config(tmp_path: Path, **overrides: Any) -> TROLLConfig:
         ({"troll_alpha": math.inf}, "not negative"),
         ({"troll_alpha": math.nan}, "not negative"),
         ({"troll_top_k": 0}, "64 is the paper's"),
-        ({"troll_top_k": 2.5}, "64 is the paper's"),
+        ({"troll_top_k": 2.5}, "a whole number such as 64"),
+        ({"troll_kl_bound": "0.05"}, "a number such as 0.05, got '0.05' of type str. Give it without quotes"),
+        ({"troll_kl_bound": None}, "leave it out for the default"),
+        ({"troll_kl_bound": True}, "got True of type bool"),
+        ({"troll_kl_bound": [0.05]}, "without quotes or brackets"),
+        ({"troll_alpha": "1"}, "a number such as 1.0"),
+        ({"troll_alpha": False}, "a number such as 1.0"),
+        ({"troll_mass": "1 - 1e-5"}, "a number such as 0.99999"),
+        ({"troll_mass": None}, "of type NoneType"),
+        ({"troll_top_k": "64"}, "a whole number such as 64"),
+        ({"troll_top_k": True}, "a whole number such as 64"),
+        ({"troll_support": None}, 'text, such as "exact"'),
+        ({"troll_support": ["exact"]}, "without quotes or brackets"),
+        ({"troll_region": 1}, 'text, such as "token"'),
+        ({"troll_pack_sequences": "yes"}, "True or False"),
+        ({"troll_pack_sequences": 1}, "True or False"),
         ({"troll_mass": 0.0}, "troll_mass=0.99999"),
         ({"troll_mass": 1.5}, "troll_mass=0.99999"),
         ({"troll_support": "mean"}, "'bucket', 'paper'"),
@@ -70,6 +88,7 @@ def test_refusals_name_the_setting_its_value_and_the_remedy(
     [
         {"troll_kl_bound": math.inf, "troll_alpha": 0.0},
         {"troll_mass": 1.0, "troll_top_k": 1},
+        {"troll_kl_bound": 1, "troll_alpha": np.float64(0.5), "troll_mass": 1, "troll_top_k": np.int64(8)},
         {"beta": 0.1},
         {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
         {"generation_kwargs": {"max_new_tokens": 5}},
@@ -173,13 +192,34 @@ def test_default_config_has_an_old_policy(
         assert make_trainer(TROLLTrainer, TROLLConfig).args.steps_per_generation == 8
 
 
-@pytest.mark.parametrize("args", [GRPOConfig, None])
-def test_troll_without_its_config_is_refused(make_trainer: Callable[..., Any], args: Any) -> None:
-    given = (lambda **_: None) if args is None else args
-    with pytest.raises(
-        ConfigError, match=r"needs args=TROLLConfig\(output_dir=\.\.\.\), got (GRPOConfig|NoneType)"
-    ):
-        make_trainer(TROLLTrainer, given)
+def test_troll_with_another_config_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"needs args=TROLLConfig\(output_dir=\.\.\.\), got GRPOConfig"):
+        make_trainer(TROLLTrainer, GRPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "config_class", "name"),
+    [(TROLLTrainer, TROLLConfig, "TROLL"), (OldPolicyTrainer, GRPOConfig, "GRPO")],
+)
+def test_without_args_the_defaults_go_to_a_folder_named_after_the_model(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, trainer_class: Any, config_class: Any,
+    name: str,
+) -> None:  # fmt: skip
+    """TRL's rule, with the name of the trainer."""
+    on_a_cpu = functools.partial(config_class, use_cpu=True, bf16=False, steps_per_generation=2)
+    monkeypatch.setattr(trainer_class, "_config_class", on_a_cpu)
+    model = make_tiny_model()
+    model.config._name_or_path = "someone/tiny-model"
+    trainer = make_trainer(trainer_class, lambda **_: None, model=model)
+    assert type(trainer.args) is config_class
+    assert trainer.args.output_dir == f"tiny-model-{name}"
+
+
+def test_noise_on_embeddings_is_warned_about_for_it_looks_like_divergence(
+    make_trainer: Callable[..., Any],
+) -> None:
+    with pytest.warns(TetherWarning, match=r"neftune_noise_alpha=5 adds fresh noise.*Leave it unset"):
+        make_trainer(TROLLTrainer, TROLLConfig, neftune_noise_alpha=5)
 
 
 def test_takes_the_arguments_of_grpo_by_position(

@@ -30,13 +30,14 @@ TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "_generate_and_score_completions": (
         GRPOTrainer._generate_and_score_completions,
         "8ad618f3882bc520",
-        "it must score the old policy with self.model through the helper and put that very tensor into "
-        "old_per_token_logps; _warn_without_old_policy mirrors when it does.",
+        "it must score the old policy with self.model through the helper, before any reference policy, and "
+        "put the result into old_per_token_logps; trl_warnings mirrors when it does.",
     ),
     "_prepare_inputs": (
         GRPOTrainer._prepare_inputs,
         "d8617f874014c408",
-        "it must shuffle and split every entry of the batch alike, old supports included.",
+        "it must shuffle and split every entry of the batch alike, old supports included, and go on with "
+        "_buffered_inputs where _step is inside a batch of rollouts, as trl_resume leaves them.",
     ),
     "add_fused_lm_head": (
         utils.add_fused_lm_head,

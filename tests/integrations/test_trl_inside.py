@@ -121,7 +121,7 @@ def test_a_checkpoint_without_an_alpha_is_refused(make_trainer: Callable[..., An
     make_trainer(TROLLTrainer, TROLLConfig, output_dir=str(tmp_path / "a"), **settings).train()
     made, config, arguments = inside(TROLLTrainer, alpha_tolerance=0.01)
     trainer = make_trainer(made, config, **arguments, **SETTINGS)
-    with pytest.raises(CheckpointError, match=r"no inside\.json"):
+    with pytest.raises(CheckpointError, match=r"no alpha in inside\.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
 
 

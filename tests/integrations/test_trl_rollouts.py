@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_language_model import make_prompts, make_tiny_model
+from peft import LoraConfig
+from tiny_language_model import largest_difference, make_prompts, make_tiny_model
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
@@ -171,11 +172,56 @@ def test_a_failure_in_the_middle_leaves_no_state_behind(
     assert trainer._recorded is None
 
 
-def test_an_override_that_hides_the_old_policy_is_reported(train: Callable[..., Any]) -> None:
+class _Copying(_Recorder):
+    """Hands on copies of what it gets."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        log_probs, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return (log_probs.clone(), *rest)
+
+
+@pytest.mark.parametrize("reference", ["none", "adapters"])
+def test_an_override_may_return_tensors_of_its_own(train: Callable[..., Any], reference: str) -> None:
+    """With adapters the reference policy is the same model: its pass must not be taken for the old one's."""
+    settings: dict[str, Any] = {"max_steps": 8}
+    if reference == "adapters":
+        settings |= {
+            "beta": 0.2,
+            "trainer_arguments": {"peft_config": LoraConfig(target_modules="all-linear")},
+        }
+    plain, copying = train(_Recorder, TROLLConfig, **settings), train(_Copying, TROLLConfig, **settings)
+    assert largest_difference(plain.model, copying.model) == 0.0
+    for inputs in copying.seen:
+        support = inputs["old_support_ids"].long()
+        sampled = support == inputs["completion_ids"][..., None]
+        kept = torch.where(sampled, inputs["old_support_log_probs"], 0.0).sum(-1)
+        counted = inputs["completion_mask"] > 0
+        assert torch.equal(kept[counted], inputs["old_per_token_logps"][counted])
+    if reference == "adapters":  # after the first batch the two policies differ
+        later = copying.seen[-1]
+        assert not torch.equal(later["ref_per_token_logps"], later["old_per_token_logps"])
+
+
+def test_an_override_may_change_the_log_probabilities(train: Callable[..., Any]) -> None:
     class Rounding(TROLLTrainer):
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             log_probs, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             return (log_probs.half().float(), *rest)
 
-    with pytest.raises(TetherError, match=r"return the tensor it got from super\(\)"):
-        train(Rounding, TROLLConfig)
+    trainer = train(Rounding, TROLLConfig)
+    assert max(row.get("trust_region/projected", 0) for row in trainer.state.log_history) > 0.1
+
+
+def test_an_override_that_scores_without_us_is_reported(train: Callable[..., Any]) -> None:
+    class Own(TROLLTrainer):
+        def _get_per_token_logps_and_entropies(
+            self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **__: Any
+        ) -> Any:
+            logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[
+                :, -logits_to_keep - 1 : -1
+            ]
+            ids = input_ids[:, -logits_to_keep:, None]
+            return logits.log_softmax(-1).gather(-1, ids).squeeze(-1), None, None
+
+    with pytest.raises(TetherError, match=r"must call super\(\) with the model and the whole batch"):
+        train(Own, TROLLConfig)

@@ -16,6 +16,7 @@ from tiny_language_model import largest_difference, make_prompts, make_tiny_mode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+import tether
 from tether.errors import TetherWarning
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.projection import SparseLogProbs, project_sparse
@@ -137,6 +138,8 @@ def test_a_saved_model_loads_without_tether_and_its_card_names_troll(
     card = (tmp_path / "README.md").read_text()
     assert "TROLL: Trust Regions improve Reinforcement Learning" in card
     assert "2510.03817" in card
+    assert "eprint       = {arXiv:2510.03817}" in card.split("Cite TROLL as")[1].split("Cite TRL as")[0]
+    assert f"- Tether: {tether.__version__}\n- TRL: " in card
     assert "troll" in card.split("---")[1]
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 6
 

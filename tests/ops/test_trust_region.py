@@ -110,7 +110,8 @@ def _weights(seed: int = 5) -> tuple[Tensor, ...]:
 
 
 def _dense_outputs(batch: _Batch, sequences: Tensor | None = None) -> Any:
-    """The same from whole rows: the four outputs with a gradient, the divergence and who was projected."""
+    """The same from whole rows: the four outputs with a gradient, the divergence before, who was projected,
+    and the divergence after."""
     new, old = batch.dense()
     index = batch.ids[:, None]
     finite = torch.where(new.isneginf(), 0.0, new)
@@ -137,6 +138,7 @@ def _dense_outputs(batch: _Batch, sequences: Tensor | None = None) -> Any:
         torch.where(counted, terms, 0.0).sum(-1),
         kl_categorical(new, old).detach(),
         acted,
+        torch.where(acted, kl_categorical(projected, old), kl_categorical(new, old)).detach(),
     )
 
 
@@ -155,9 +157,11 @@ def _assert_close(batch: _Batch, result: LinearTrustRegion, expected: Any, toler
     for actual, wanted in zip(_outputs(result), expected[:4], strict=True):
         torch.testing.assert_close(actual.double(), wanted.double(), atol=tolerance, rtol=tolerance)
     evaluated = ~result.certified
-    torch.testing.assert_close(
-        result.kl[evaluated].double(), expected[4][evaluated].double(), atol=tolerance, rtol=tolerance
-    )
+    for actual, wanted in ((result.kl, expected[4]), (result.projected_kl, expected[6])):
+        torch.testing.assert_close(
+            actual[evaluated].double(), wanted[evaluated].double(), atol=tolerance, rtol=tolerance
+        )
+    assert torch.equal(result.projected_kl[result.certified], result.kl[result.certified])
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -45,6 +45,7 @@ class SparseHeadOutput(ModelOutput):
     """Of the labels, and so on: see `ProjectedTokens`."""
     regression: Tensor | None = None
     kl: Tensor | None = None
+    projected_kl: Tensor | None = None
     step: Tensor | None = None
     projected: Tensor | None = None
     certified: Tensor | None = None

@@ -15,28 +15,28 @@ Four methods of `GRPOTrainer` are overridden, each around a call of the original
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.errors import ConfigError, TetherError, TetherWarning
+from tether.errors import ConfigError, TetherError
 
 # First, because it says what to install where TRL is missing or another version.
-from tether.integrations.trl_config import TROLLConfig, warn_of_generation_settings
+from tether.integrations.trl_config import TROLLConfig
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SparseLogProbs
 
 # isort: split
 from accelerate.utils import is_peft_model
-from trl import GRPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, OldTokens, take_snapshot
 from tether.integrations.packing import add_packing
 from tether.integrations.sparse_head import add_sparse_head
+from tether.integrations.trl_card import PAPER, name_tether
 from tether.integrations.trl_old_policy import (
     HIDDEN,
     IDS,
@@ -47,9 +47,11 @@ from tether.integrations.trl_old_policy import (
     pack,
     unpack,
 )
+from tether.integrations.trl_resume import ResumableTrainer
+from tether.integrations.trl_warnings import warn_of_settings
 
 
-class OldPolicyTrainer(GRPOTrainer):
+class OldPolicyTrainer(ResumableTrainer):
     """`GRPOTrainer` that also knows the old policy's token distributions, not just sampled tokens.
 
     On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
@@ -66,7 +68,6 @@ class OldPolicyTrainer(GRPOTrainer):
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
-    _buffered_inputs: list[dict[str, Any]]  # GRPOTrainer's: the micro-batches of a rollout batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,40 +82,11 @@ class OldPolicyTrainer(GRPOTrainer):
             add_packing(self._base_model)
             if self.ref_model is not None:
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
-        self._warn_without_old_policy()
-        self._warn_of_dropout()
-        warn_of_generation_settings(self._base_model, self.args)
+        warn_of_settings(self, self._base_model)
 
     @property
     def _base_model(self) -> Any:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    def _warn_without_old_policy(self) -> None:
-        per_rollout: int = self.args.steps_per_generation * self.num_iterations
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.args.gradient_accumulation_steps % per_rollout == 0 and not corrected:
-            warnings.warn(
-                "Every batch of rollouts serves a single update "
-                f"(gradient_accumulation_steps={self.args.gradient_accumulation_steps}, "
-                f"steps_per_generation={self.args.steps_per_generation}, "
-                f"num_iterations={self.num_iterations}), so the policy is its own old policy and no trust "
-                "region, TROLL or clip, can act. Set steps_per_generation to a multiple of "
-                f"gradient_accumulation_steps, such as {8 * self.args.gradient_accumulation_steps}, or "
-                "num_iterations to more than 1.",
-                TetherWarning,
-                stacklevel=3,
-            )
-
-    def _warn_of_dropout(self) -> None:
-        active = [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
-        if active:
-            warnings.warn(
-                f"{len(active)} dropout layers are active ({active[0]}, ...). Each pass then draws another "
-                "policy, so that old and new differ by noise, which the trust region would project away. "
-                "Set disable_dropout=True, or lora_dropout=0.",
-                TetherWarning,
-                stacklevel=3,
-            )
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._recorded = []
@@ -123,24 +95,30 @@ class OldPolicyTrainer(GRPOTrainer):
             self._old_head = None  # before the next one is taken, and before generation needs the memory
         try:
             output = super()._generate_and_score_completions(inputs)
-            for recorded in self._recorded:
-                # The reference policy is scored too; the old policy's pass is the one TRL kept.
-                if recorded.log_probs is output.get("old_per_token_logps"):
-                    output.update(recorded.entries())
-                    if training:
-                        # Follows its row through TRL's shuffle, so that a report can name the problem.
-                        output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
-                        self.rollout_rows = list(inputs)
-                        self._old_head = self._snapshot() if self.keep_hidden else None
+            if "old_per_token_logps" in output:
+                output.update(self._old_policy_pass(output["old_per_token_logps"]).entries())
+                if training:
+                    # Follows its row through TRL's shuffle, so that a report can name the problem.
+                    output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
+                    self.rollout_rows = list(inputs)
+                    self._old_head = self._snapshot() if self.keep_hidden else None
         finally:
             self._recorded = None
-        if "old_per_token_logps" in output and IDS not in output:
-            raise TetherError(
-                "TRL scored the old policy, but its log-probabilities are none of those seen on the way, so "
-                "there is nothing to project on. An override of _get_per_token_logps_and_entropies must "
-                "return the tensor it got from super()."
-            )
         return output
+
+    def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
+        """Where the old policy's log-probabilities came from: the first pass through the model.
+
+        With adapters the reference policy goes through the same model, but after the old one. What an
+        override makes of the log-probabilities that it gets from here is its own business.
+        """
+        if self._recorded and self._recorded[0].log_probs.shape == log_probs.shape:
+            return self._recorded[0]
+        raise TetherError(
+            "TRL has the old policy's log-probabilities, but the model was not evaluated here for them, so "
+            "there is nothing to project on. An override of _get_per_token_logps_and_entropies must call "
+            "super() with the model and the whole batch."
+        )
 
     def _snapshot(self) -> HeadSnapshot | None:
         head = self._base_model.get_output_embeddings()
@@ -149,8 +127,9 @@ class OldPolicyTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """As TRL's; between updates the old policy takes the memory of its tokens, not of their padding."""
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and any(IDS in batch for batch in self._buffered_inputs):
-            self._buffered_inputs = [pack(batch) for batch in self._buffered_inputs]
+        buffered = self._buffered_inputs or []
+        if self.model.training and any(IDS in batch for batch in buffered):
+            self._buffered_inputs = [pack(batch) for batch in buffered]
             size = bytes_a_token(self._buffered_inputs)
             if size is not None:
                 self._metrics["train"]["trust_region/old_policy_bytes"].append(size)
@@ -226,7 +205,7 @@ class OldPolicyTrainer(GRPOTrainer):
         counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
         mode = "train" if self.model.training else "eval"
         for name, values in zip(metrics, columns, strict=True):
-            if name == "kl_max":
+            if name.endswith("_max"):
                 combined = max(values)
             else:
                 combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
@@ -264,8 +243,10 @@ class TROLLTrainer(OldPolicyTrainer):
     regression acts on every token, also where `top_entropy_quantile` leaves out the policy gradient.
 
     Logs `trust_region/kl_mean` and `kl_max` (nats, before the projection; of certified tokens a lower
-    bound), the fractions `projected`, `certified` and `uncertain`, `mean_step`, `regression`, `tail_mass` and
-    `old_policy_bytes` (a token); docs/trust_region_modes.md defines them. TRL's `clip_ratio/*` stay at zero.
+    bound), `kl_projected_mean` and `kl_projected_max` (after it), the fractions `projected`, `certified` and
+    `uncertain`, `mean_step`, `regression`, `tail_mass` and `old_policy_bytes` (a token);
+    docs/trust_region_modes.md defines them. TRL's `clip_ratio/*` stay at zero: `projected` takes their place.
+    docs/trl.md has what differs from `GRPOTrainer` and what works with it.
 
     Source: TROLL (arXiv 2510.03817).
 
@@ -285,14 +266,13 @@ class TROLLTrainer(OldPolicyTrainer):
 
     _tag_names = ["trl", "grpo", "troll"]  # noqa: RUF012 (TRL's class attribute)
     _name = "TROLL"
-    _paper = {  # noqa: RUF012
-        "title": "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models",
-        "id": "2510.03817",
-    }
+    _paper = PAPER
+    _config_class = TROLLConfig
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
+        args = self._settings(model, args)
         if not isinstance(args, TROLLConfig):
             raise ConfigError(
                 f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
@@ -306,6 +286,12 @@ class TROLLTrainer(OldPolicyTrainer):
         self._beta = self.beta
         # The projection replaces the clip. An unbounded clip is exactly the plain ratio.
         self.epsilon_low = self.epsilon_high = math.inf
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, which cites TROLL, and Tether's version."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_tether(Path(self.args.output_dir) / "README.md")
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if self.args.troll_support == "paper":  # which compares the union of both policies' own ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from tether.errors import ConfigError, MissingDependencyError, TetherWarning
@@ -41,7 +42,8 @@ class TROLLConfig(GRPOConfig):
     Apart from the `troll_` fields, one default differs: without `steps_per_generation` or
     `generation_batch_size`, each batch of rollouts serves 8 updates as in the paper. With TRL's own
     default it serves one, the policy is then always its own old policy, and no trust region, clip or
-    TROLL, ever acts.
+    TROLL, ever acts. With ``num_iterations=8`` batches of rollouts keep TRL's size, and each is gone through
+    8 times. docs/trl.md has the differences in a table.
 
     Raises:
         ConfigError: a value out of range, or a combination TROLL does not cover, with the remedy.
@@ -70,12 +72,36 @@ class TROLLConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Check the settings and choose the number of updates a rollout batch."""
-        if self.steps_per_generation is None and self.generation_batch_size is None:  # type: ignore[has-type]
+        #: Whether nobody chose how many updates a batch of rollouts serves, so that a small data set may.
+        self.updates_by_default = self.steps_per_generation is None and self.generation_batch_size is None  # type: ignore[has-type]
+        if self.updates_by_default:
             updates = 1 if self.num_iterations > 1 else _UPDATES_PER_ROLLOUT
             self.steps_per_generation = updates * self.gradient_accumulation_steps
         super().__post_init__()
+        _check_types(self)
         _check_ranges(self)
         _check_combinations(self)
+
+
+def _check_types(config: TROLLConfig) -> None:
+    """Before anything is compared with them: what came out of a file or a shell may be text."""
+    examples: dict[str, tuple[type, str]] = {
+        "troll_kl_bound": (Real, "a number such as 0.05"),
+        "troll_alpha": (Real, "a number such as 1.0"),
+        "troll_mass": (Real, "a number such as 0.99999"),
+        "troll_top_k": (Integral, "a whole number such as 64"),
+        "troll_pack_sequences": (bool, "True or False"),
+        "troll_support": (str, 'text, such as "exact"'),
+        "troll_region": (str, 'text, such as "token"'),
+    }
+    for name, (kind, example) in examples.items():
+        value = getattr(config, name)
+        # Python counts True as a number.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(
+                f"{name} must be {example}, got {value!r} of type {type(value).__name__}. Give it without "
+                "quotes or brackets, or leave it out for the default."
+            )
 
 
 def _check_ranges(config: TROLLConfig) -> None:
@@ -86,7 +112,7 @@ def _check_ranges(config: TROLLConfig) -> None:
         )
     if not (config.troll_alpha >= 0 and math.isfinite(config.troll_alpha)):
         raise ConfigError(f"troll_alpha must be a number that is not negative, got {config.troll_alpha!r}.")
-    if not (isinstance(config.troll_top_k, int) and config.troll_top_k >= 1):
+    if not config.troll_top_k >= 1:
         raise ConfigError(f"troll_top_k must be at least 1, got {config.troll_top_k!r}. 64 is the paper's.")
     if not 0 < config.troll_mass <= 1:
         raise ConfigError(

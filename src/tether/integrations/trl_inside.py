@@ -65,7 +65,7 @@ class InsideTrainer(OldPolicyTrainer):
     certified ones, all of a rival's): it never stops too early, and late by what moved among the other ids.
     An update that is skipped leaves the weights and the optimizer's moments as they are. Logs
     `trust_region/stopped` (1 where an update was skipped) and `trust_region/alpha`; a checkpoint holds the
-    alpha it had come to.
+    alpha it had come to, and whether the rest of its batch is skipped.
 
     Raises:
         ConfigError: alpha or regression without TROLL, no update left to the policy gradient, updates that
@@ -194,18 +194,28 @@ class InsideTrainer(OldPolicyTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self.inside.alpha_tolerance is not None and self.args.should_save:
+        state: dict[str, Any] = {}
+        if self.inside.alpha_tolerance is not None:
+            state["alpha"] = self.args.troll_alpha
+        if self.inside.kl_stop is not None:
+            state["stopped"] = self._stopped
+        if state and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            atomic_write_json(folder / _STATE_FILE, {"alpha": self.args.troll_alpha})
+            atomic_write_json(folder / _STATE_FILE, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.inside.alpha_tolerance is None:
+        if checkpoint is None:
             return
         file = Path(checkpoint) / _STATE_FILE
-        if not file.is_file():
+        state = load_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        # Matters inside a batch alone: the next one begins anew.
+        self._stopped = self.inside.kl_stop is not None and bool(state.get("stopped", False))
+        if self.inside.alpha_tolerance is None:
+            return
+        if "alpha" not in state:
             raise CheckpointError(
-                f"The checkpoint {checkpoint} has no {_STATE_FILE}: it was written without alpha_tolerance. "
-                "Continue from one that was, or begin a new run."
+                f"The checkpoint {checkpoint} has no alpha in {_STATE_FILE}: it was written without "
+                "alpha_tolerance. Continue from one that was, or begin a new run."
             )
-        self.args.troll_alpha = float(load_json(file.read_text(encoding="utf-8"))["alpha"])
+        self.args.troll_alpha = float(state["alpha"])

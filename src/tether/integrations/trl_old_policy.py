@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -87,6 +88,38 @@ def unpack(batch: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **Recorded(support.log_tail, support, hidden).entries()}
 
 
+def packed_to_tensors(batch: dict[str, Any]) -> dict[str, Any]:
+    """A packed batch with the old policy as plain tensors, for a file; `packed_from_tensors` undoes it."""
+    if _PACKED not in batch:
+        return batch
+    packed: _Packed = batch[_PACKED]
+    support = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value)  # the shape and the width
+        for name, value in vars(packed.support).items()
+        if value is not None
+    }
+    parts = {**support, "counted": packed.counted}
+    if packed.hidden is not None:
+        parts["hidden"] = packed.hidden
+    rest = {name: value for name, value in batch.items() if name != _PACKED}
+    return {**rest, **{f"{_PACKED}.{name}": value for name, value in parts.items()}}
+
+
+def packed_from_tensors(entries: dict[str, Any]) -> dict[str, Any]:
+    """The batch that `packed_to_tensors` took apart."""
+    prefix = f"{_PACKED}."
+    parts = {n.removeprefix(prefix): value for n, value in entries.items() if n.startswith(prefix)}
+    if not parts:
+        return entries
+    counted, hidden = parts.pop("counted"), parts.pop("hidden", None)
+    shape, width = torch.Size(parts.pop("shape").tolist()), int(parts.pop("width"))
+    names = [field.name for field in fields(CompactLogProbs) if field.name not in ("shape", "width")]
+    tensors: dict[str, Any] = {name: parts.get(name) for name in names}
+    support = CompactLogProbs(**tensors, shape=shape, width=width)
+    rest = {name: value for name, value in entries.items() if not name.startswith(prefix)}
+    return {**rest, _PACKED: _Packed(support, counted, hidden)}
+
+
 def bytes_a_token(batches: list[dict[str, Any]]) -> float | None:
     """Memory that packed batches keep for each token; None if there is none."""
     packed = [batch[_PACKED] for batch in batches if _PACKED in batch]
@@ -148,6 +181,7 @@ class Tap:
             projected_log_probs=torch.where(projected, read("projected_log_probs"), log_probs),
             regression=torch.where(projected, read("regression"), 0.0),
             kl=read("kl"),
+            projected_kl=None if math.isinf(self._keywords["old_tokens"].kl_bound) else read("projected_kl"),
             step=torch.where(projected, read("step"), 1.0),
             projected=projected,
             tail_mass=read("tail_mass"),

@@ -12,7 +12,13 @@ from torch import Tensor
 from tether.errors import InvalidInputError, renamed
 from tether.ops import linear_trust_region
 from tether.ops.hidden_states import HiddenStates
-from tether.projection import SparseLogProbs, certify, kl_categorical, project_categorical
+from tether.projection import (
+    CategoricalProjection,
+    SparseLogProbs,
+    certify,
+    kl_categorical,
+    project_categorical,
+)
 from tether.projection.settings import Region, SparseSupport, TROLLSettings
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
@@ -95,6 +101,7 @@ def project_tokens(
         projected_log_probs=torch.where(projected, outcomes.sampled(result.log_probs), log_probs),
         regression=_regression(outcomes.new, result.log_probs.detach(), projected),
         kl=kl,
+        projected_kl=None if math.isinf(kl_bound) else _projected_kl(result, outcomes, projected, kl),
         step=step,
         projected=projected,
         tail_mass=new.log_tail.detach().exp() if isinstance(new, SparseLogProbs) else torch.zeros_like(kl),
@@ -176,6 +183,13 @@ def _outcomes(
         "new and old must come in one form, both as log-probabilities [B, T, V], SparseLogProbs or "
         f"HiddenStates, got {type(new).__name__} and {type(old).__name__}."
     )
+
+
+def _projected_kl(
+    result: CategoricalProjection, outcomes: _Outcomes, projected: Tensor, kl: Tensor
+) -> Tensor:
+    """The divergence of each token's projection; summed over its outcomes, not read from the bound."""
+    return torch.where(projected, kl_categorical(result.log_probs.detach(), outcomes.old), kl)
 
 
 def _prove(

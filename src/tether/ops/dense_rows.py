@@ -45,13 +45,14 @@ def read_off(
     geodesic: Geodesic, x: Tensor, constrained: Tensor, new: Tensor, ids: Tensor, unit: Tensor
 ) -> ProjectedRows:
     """What is kept of the distributions at x on their curves."""
-    log_probs, _, centred, variance = geodesic.at(x)
-    log_probs, centred = log_probs.squeeze(1), centred.squeeze(1)
+    log_probs, probs, centred, variance = geodesic.at(x)
+    log_probs, probs, centred = log_probs.squeeze(1), probs.squeeze(1), centred.squeeze(1)
     index = ids[:, None].long()
     scale = geodesic.scale / unit
     terms, _ = regression_terms(new, log_probs)
     return ProjectedRows(
         projected_log_probs=log_probs.gather(-1, index).squeeze(-1),
+        projected_kl=_divergence(log_probs, probs, geodesic.old.squeeze(1)),
         regression=terms.sum(-1),
         step=x / geodesic.scale,
         constrained=constrained,
@@ -59,6 +60,12 @@ def read_off(
         variance=variance * scale * scale,
         unit=unit,
     )
+
+
+def _divergence(log_probs: Tensor, probs: Tensor, old: Tensor) -> Tensor:
+    """KL(pi || old) of rows whose logarithms and probabilities are both at hand: no exponential needed."""
+    terms = (log_probs - old).nan_to_num_(nan=0.0).mul_(probs)  # zero in both: 0 times (inf - inf)
+    return terms.sum(-1) / probs.sum(-1)
 
 
 def projected_gradient(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from tether.projection.tokens import ProjectedTokens
 class TokenState(ProjectedTokens):
     """The result with what the backward pass needs, [N] each; filled in a block of tokens at a time."""
 
+    projected_kl: Tensor
     entropy: Tensor
     certified: Tensor
     uncertain: Tensor
@@ -65,7 +66,10 @@ class TokenState(ProjectedTokens):
 
     def result(self) -> ProjectedTokens:
         """What callers see."""
-        return ProjectedTokens(**{f.name: getattr(self, f.name) for f in fields(ProjectedTokens)})
+        seen = {f.name: getattr(self, f.name) for f in fields(ProjectedTokens)}
+        return replace(
+            ProjectedTokens(**seen), projected_kl=torch.where(self.projected, self.projected_kl, self.kl)
+        )
 
     def put(self, rows: Tensor, projection: ProjectedRows) -> None:
         """Note what the projection of some rows found."""
@@ -82,6 +86,7 @@ class ProjectedRows(NamedTuple):
     """The part of `TokenState` that projected rows fill in."""
 
     projected_log_probs: Tensor
+    projected_kl: Tensor
     regression: Tensor
     step: Tensor
     constrained: Tensor

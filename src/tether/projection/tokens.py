@@ -28,6 +28,9 @@ class ProjectedTokens:
     """KL(new || stopgrad(projected)); differentiable; zero, gradient included, where nothing is projected."""
     kl: Tensor
     """KL(new || old) before the projection; of certified tokens a lower bound."""
+    projected_kl: Tensor | None = None
+    """KL(projected || old): as solved for where the projection acted, `kl` elsewhere. None under an infinite
+    bound, where nothing is ever projected."""
     step: Tensor
     """Step s in [0, 1] along the geodesic: 1 where nothing had to be done."""
     projected: Tensor
@@ -63,9 +66,14 @@ class ProjectedTokens:
             for name, proof in (("certified", self.certified), ("uncertain", self.uncertain))
             if proof is not None
         }
+        after = {}
+        if self.projected_kl is not None:
+            after["kl_projected_mean"] = masked_mean(self.projected_kl, response_mask)
+            after["kl_projected_max"] = masked_max(self.projected_kl, response_mask)
         return proofs | {
             "kl_mean": masked_mean(self.kl, response_mask),
             "kl_max": masked_max(self.kl, response_mask),
+            **after,
             "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
             "mean_step": torch.where(acted.any(), masked_mean(self.step, acted), 1.0),
             "regression": masked_mean(self.regression.detach(), response_mask),

@@ -1,0 +1,228 @@
+"""Checkpoints anywhere: one inside a batch of rollouts holds what is left of that batch.
+
+TRL writes none of its rollouts down and counts micro-batches from zero after a resume. A run resumed
+between two updates on one batch then makes new completions from prompts it has already used, and is out of
+step with its data ever after. Here each process writes its part of the batch, the old policy with it, as
+plain tensors beside the checkpoint, and a resumed run goes on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tether.errors import CheckpointError, TetherWarning
+from tether.integrations.exact_head import HeadSnapshot
+from tether.integrations.trl_data import FittedTrainer
+from tether.integrations.trl_old_policy import pack, packed_from_tensors, packed_to_tensors
+
+# isort: split
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import TrainerState
+
+# Names rows of the data set that are not written down.
+_ROW = "rollout_row"
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What is kept of a batch of rollouts between its updates, by one process."""
+
+    micro_batches: list[dict[str, Any]]
+    head: HeadSnapshot | None
+    """The old LM head where it is trained and compared with."""
+    done: int
+    """Micro-batches of the whole run so far, TRL's own count."""
+
+
+class ResumableTrainer(FittedTrainer):
+    """`GRPOTrainer` whose checkpoints can be resumed at any step to the course of an unbroken run.
+
+    A checkpoint between two batches of rollouts is TRL's. One inside a batch has a file more for each
+    process, `rollouts-<process>.safetensors`, about as large as the rollouts are in memory. Epochs after the
+    first draw the prompts in the order in which the unbroken run would have, not in the first one's again.
+
+    Raises:
+        CheckpointError: on resuming inside a batch whose rollouts are missing or belong to other settings.
+    """
+
+    _step: int  # GRPOTrainer's count of micro-batches
+    _buffered_inputs: list[dict[str, Any]] | None  # GRPOTrainer's: the micro-batches of a batch of rollouts
+    _old_head: HeadSnapshot | None
+    _train_sampler: Any = None
+
+    @property
+    def _micro_batches_a_rollout(self) -> int:
+        """Of a batch of rollouts, over all its uses."""
+        return int(self.args.steps_per_generation * self.num_iterations)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # First, so that a checkpoint that TRL has finished is whole.
+        inside = self._step % self._micro_batches_a_rollout
+        if inside and self._buffered_inputs is not None and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
+            save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        self._skip_drawn_epochs(Path(checkpoint))
+        self._step, self._buffered_inputs = 0, None
+        file = _file(Path(checkpoint), self)
+        if not file.is_file():
+            self._refuse_inside_a_batch(Path(checkpoint))
+            return
+        batch = load_rollouts(
+            file, self._settings_of_rollouts(), self.accelerator.device, self._head_parameters()
+        )
+        self._step, self._buffered_inputs, self._old_head = batch.done, batch.micro_batches, batch.head
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _skip_drawn_epochs(self, folder: Path) -> None:
+        """TRL draws an order of the prompts each epoch, and a new sampler begins with the first again."""
+        sampler, step = self._train_sampler, _steps_of(folder)
+        if sampler is None or not sampler.shuffle or step is None:
+            return
+        micro_batches = len(sampler) // self.args.generation_batch_size
+        updates = max(math.ceil(micro_batches / self.args.gradient_accumulation_steps), 1)
+        for _ in range(step // updates):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+    def _settings_of_rollouts(self) -> dict[str, int]:
+        """Under other ones the rest of a batch is of no use."""
+        return {
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "processes": self.accelerator.num_processes,
+        }
+
+    def _head_parameters(self) -> tuple[Tensor, Tensor | None]:
+        head = self.accelerator.unwrap_model(self.model).get_output_embeddings()
+        return head.weight, getattr(head, "bias", None)
+
+    def _refuse_inside_a_batch(self, folder: Path) -> None:
+        together, accumulation = self._micro_batches_a_rollout, self.args.gradient_accumulation_steps
+        step = _steps_of(folder)
+        if together % accumulation or step is None:
+            return  # updates that span batches do not tell where these end
+        updates = together // accumulation
+        if step % updates:
+            before = step - step % updates
+            raise CheckpointError(
+                f"The checkpoint {folder} was written after {step} updates, inside a batch of rollouts (of "
+                f"{updates} updates each), and has no {_file(folder, self).name} with the rest of it: "
+                "another trainer wrote it, or other settings. Continue from a checkpoint at a multiple of "
+                f"{updates}, such as {before} or {before + updates}, or begin a new run with it as the model."
+            )
+
+
+def save_rollouts(file: Path, batch: RolloutBatch, settings: dict[str, int]) -> None:
+    """Write a batch of rollouts as plain tensors; warn, and write nothing, if it holds what no file can."""
+    tensors: dict[str, Tensor] = {}
+    others: list[dict[str, Any]] = []
+    for index, micro_batch in enumerate(batch.micro_batches):
+        entries = {name: value for name, value in packed_to_tensors(micro_batch).items() if name != _ROW}
+        tensors |= {f"{index}/{name}": v for name, v in entries.items() if isinstance(v, Tensor)}
+        others.append({name: v for name, v in entries.items() if not isinstance(v, Tensor)})
+    if batch.head is not None:
+        tensors["head/weight"] = _local(batch.head.weight)
+        if batch.head.bias is not None:
+            tensors["head/bias"] = _local(batch.head.bias)
+    try:
+        notes = json.dumps({"settings": settings, "done": batch.done, "others": others})
+    except TypeError as error:
+        warnings.warn(
+            f"The rollouts in use cannot be written down ({error}), so a run cannot be resumed from this "
+            "checkpoint. Let save_steps be a multiple of the updates on each batch of rollouts.",
+            TetherWarning,
+            stacklevel=2,
+        )
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".tmp")
+    # Clones, because micro-batches are slices that share memory.
+    whole = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, unfinished, metadata={"rollouts": notes})
+    os.replace(unfinished, file)
+
+
+def load_rollouts(
+    file: Path, settings: dict[str, int], device: torch.device, head: tuple[Tensor, Tensor | None]
+) -> RolloutBatch:
+    """The batch that `save_rollouts` wrote.
+
+    Args:
+        file: written by the process of the same number.
+        settings: of the run that goes on; the same as then.
+        device: where rollouts live.
+        head: the LM head's weight and bias now, which tell how the old one is sharded.
+
+    Raises:
+        CheckpointError: other settings than then.
+    """
+    with safe_open(file, framework="pt", device=str(device)) as opened:
+        notes = json.loads(opened.metadata()["rollouts"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    if notes["settings"] != settings:
+        changed = ", ".join(
+            f"{name}={value} (now {settings.get(name)})"
+            for name, value in notes["settings"].items()
+            if settings.get(name) != value
+        )
+        raise CheckpointError(
+            f"{file} holds the rest of a batch of rollouts that was made with {changed}. Resume with the "
+            "same settings, or from a checkpoint at the end of a batch."
+        )
+    micro_batches = []
+    for index, others in enumerate(notes["others"]):
+        prefix = f"{index}/"
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        micro_batches.append(packed_from_tensors({**own, **others}))
+    old_head = None
+    if "head/weight" in tensors:
+        bias = None if head[1] is None else _like(tensors["head/bias"], head[1])
+        old_head = HeadSnapshot(_like(tensors["head/weight"], head[0]), bias)
+    return RolloutBatch(micro_batches, old_head, int(notes["done"]))
+
+
+def _file(folder: Path, trainer: Any) -> Path:
+    return folder / f"rollouts-{trainer.accelerator.process_index}.safetensors"
+
+
+def _steps_of(folder: Path) -> int | None:
+    """After how many updates a checkpoint was written, if it says so."""
+    state = folder / "trainer_state.json"
+    return int(TrainerState.load_from_json(str(state)).global_step) if state.is_file() else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's shard, where a tensor is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """A shard as part of a tensor that is sharded as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""What a trainer that compares whole distributions warns of when it is built."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from tether.errors import TetherWarning
+from tether.integrations.trl_config import warn_of_generation_settings
+
+
+def warn_of_settings(trainer: Any, base_model: Any) -> None:
+    """Warn of everything that makes the old policy another one than the trust region believes, or none."""
+    _warn_without_old_policy(trainer)
+    _warn_of_dropout(trainer.model)
+    _warn_of_noisy_embeddings(trainer.args)
+    warn_of_generation_settings(base_model, trainer.args)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, TetherWarning, stacklevel=5)  # where the trainer was made
+
+
+def _warn_without_old_policy(trainer: Any) -> None:
+    accumulation = trainer.args.gradient_accumulation_steps
+    per_rollout = trainer.args.steps_per_generation * trainer.num_iterations
+    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if accumulation % per_rollout == 0 and not corrected:
+        _warn(
+            "Every batch of rollouts serves a single update "
+            f"(gradient_accumulation_steps={accumulation}, "
+            f"steps_per_generation={trainer.args.steps_per_generation}, "
+            f"num_iterations={trainer.num_iterations}), so the policy is its own old policy and no trust "
+            "region, TROLL or clip, can act. Set steps_per_generation to a multiple of "
+            f"gradient_accumulation_steps, such as {8 * accumulation}, or num_iterations to more than 1."
+        )
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    active = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    if active:
+        _warn(
+            f"{len(active)} dropout layers are active ({active[0]}, ...). Each pass then draws another "
+            "policy, so that old and new differ by noise, which the trust region would project away. "
+            "Set disable_dropout=True, or lora_dropout=0."
+        )
+
+
+def _warn_of_noisy_embeddings(args: Any) -> None:
+    if args.neftune_noise_alpha:
+        _warn(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} adds fresh noise to the embeddings of every "
+            "pass, so that old and new policy differ by noise, which the trust region would project away: "
+            "nearly every token is projected. Leave it unset."
+        )
