@@ -17,14 +17,13 @@ TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "_compute_loss": (
         GRPOTrainer._compute_loss,
         "765e782ef258696a",
-        "OldPolicyTrainer._aggregate mirrors its five aggregations, TROLLTrainer._reference_penalty its "
-        "penalty; it must call the scoring helper once, read old_per_token_logps after that, and clip with "
-        "epsilon alone.",
+        "ObjectiveTrainer mirrors its five averages (AVERAGES, _share) and relies on advantages of zero making "
+        "its surrogate vanish; it must hand the model it is given to the scoring helper, once.",
     ),
     "_get_per_token_logps_and_entropies": (
         GRPOTrainer._get_per_token_logps_and_entropies,
         "ddcb878f6df4bae5",
-        "_Tap stands in for its model: it must call model(**inputs) once for each chunk of rows, in order, "
+        "an Evaluation stands in for its model: it must call model(**inputs) once for each chunk of rows, in order, "
         "with labels, and read log_probs, entropy and aux_loss.",
     ),
     "_generate_and_score_completions": (

@@ -9,9 +9,11 @@ import pytest
 import torch
 from tiny_language_model import make_tiny_model
 from torch import Tensor
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
+from tether.integrations.trl_evaluation import Evaluation
+from tether.integrations.trl_trainer import loss_mask
 from tether.losses import ProjectedTokens, aggregate, troll
 from tether.projection import kl_categorical, project_categorical
 
@@ -216,8 +218,9 @@ def test_metrics_of_a_batch_worked_out_by_hand(make_trainer: Callable[..., Any])
     trainer = make_trainer(TROLLTrainer, TROLLConfig)
     trainer.model.train()
     tokens = ProjectedTokens(
-        log_probs=torch.zeros(2, 3),
+        new_log_probs=torch.zeros(2, 3),
         old_log_probs=torch.zeros(2, 3),
+        projected_log_probs=torch.zeros(2, 3),
         regression=torch.tensor([[0.0, 0.3, 9.0], [0.6, 9.0, 9.0]]),
         kl=torch.tensor([[0.01, 0.10, 9.0], [0.25, 9.0, 9.0]]),
         step=torch.tensor([[1.0, 0.8, 9.0], [0.4, 9.0, 9.0]]),
@@ -225,7 +228,7 @@ def test_metrics_of_a_batch_worked_out_by_hand(make_trainer: Callable[..., Any])
         tail_mass=torch.tensor([[0.0, 0.1, 9.0], [0.2, 9.0, 9.0]]),
     )
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    trainer._log_tokens(tokens, {"completion_mask": mask})
+    trainer._log_tokens(tokens, {}, {"completion_mask": mask})
     logged = {name.split("/")[1]: values for name, values in trainer._metrics["train"].items()}
     assert logged == {
         "kl_mean": [pytest.approx(0.12)],
@@ -247,10 +250,10 @@ def test_tokens_weigh_the_same_whichever_process_held_them(
     monkeypatch.setattr(trainer.accelerator, "gather", lambda rows: torch.cat([rows, second]))
     zeros = torch.zeros(1, 1)
     tokens = ProjectedTokens(
-        zeros, zeros, zeros, kl=torch.tensor([[0.0]]), step=torch.ones(1, 1),
-        projected=torch.tensor([[False]]), tail_mass=zeros,
+        new_log_probs=zeros, old_log_probs=zeros, projected_log_probs=zeros, regression=zeros,
+        kl=torch.tensor([[0.0]]), step=torch.ones(1, 1), projected=torch.tensor([[False]]), tail_mass=zeros,
     )  # fmt: skip
-    trainer._log_tokens(tokens, {"completion_mask": torch.ones(1, 1)})
+    trainer._log_tokens(tokens, {}, {"completion_mask": torch.ones(1, 1)})
     logged = {name.split("/")[1]: values[0] for name, values in trainer._metrics["train"].items()}
     assert logged["kl_mean"] == pytest.approx(3 * 0.4 / 4)
     assert logged["kl_max"] == pytest.approx(0.9)
@@ -336,7 +339,7 @@ def test_papers_support_takes_the_ratio_of_renormalised_supports(make_trainer: C
         own = [set(side.topk(6).indices.tolist()) | {sampled} for side in (new, old)]
         union = sorted(own[0] | own[1])
         for side, mine, actual in (
-            (new, own[0], tokens.log_probs),
+            (new, own[0], tokens.projected_log_probs),
             (old, own[1], tokens.old_log_probs),
         ):
             weights = {i: side[i].exp().item() if i in mine else 1e-12 for i in union}
@@ -347,7 +350,7 @@ def test_papers_support_takes_the_ratio_of_renormalised_supports(make_trainer: C
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("steps_per_generation", "accumulation"), [(4, 1), (4, 2), (2, 2)])
 @pytest.mark.parametrize("loss_type", AGGREGATION)
-def test_the_regression_is_aggregated_as_trl_aggregates_its_own_loss(
+def test_the_objective_is_averaged_as_trl_averages_its_own_loss(
     make_trainer: Callable[..., Any],
     loss_type: str,
     steps_per_generation: int,
@@ -369,8 +372,9 @@ def test_the_regression_is_aggregated_as_trl_aggregates_its_own_loss(
     trainer.model.train(training)
     values = torch.rand(inputs["completion_ids"].shape)
     on_policy = {k: v for k, v in inputs.items() if not k.startswith("old_")}
-    expected = -trainer._compute_loss(trainer.model, {**on_policy, "advantages": values})
-    assert trainer._aggregate(values, inputs).item() == pytest.approx(expected.item(), rel=1e-5)
+    expected = -GRPOTrainer._compute_loss(trainer, trainer.model, {**on_policy, "advantages": values})
+    ours = aggregate(values, loss_mask(inputs), **trainer._averaging()) * trainer._share(inputs)
+    assert float(ours) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_scoring_in_chunks_keeps_each_row_with_its_support(make_trainer: Callable[..., Any]) -> None:
@@ -381,11 +385,11 @@ def test_scoring_in_chunks_keeps_each_row_with_its_support(make_trainer: Callabl
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     divergences = []
     for rows_at_once in (8, 3):
-        trainer._loss_inputs = dict(inputs)
+        evaluation = Evaluation(trainer.model, trainer._evaluation_keywords(inputs))
         trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, mask, inputs["completion_ids"].shape[1], batch_size=rows_at_once
+            evaluation, ids, mask, inputs["completion_ids"].shape[1], batch_size=rows_at_once
         )
-        divergences.append(trainer._tokens.kl)
+        divergences.append(trainer._project(evaluation, inputs).kl)
     torch.testing.assert_close(divergences[0], divergences[1], atol=1e-5, rtol=1e-4)
     assert divergences[0].max() > 0.05
 

@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 import tether
 from tether.errors import TetherWarning
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
+from tether.integrations.trl_evaluation import Evaluation
 from tether.projection import SparseLogProbs, project_sparse
 
 
@@ -68,9 +69,10 @@ def test_bfloat16_trains_with_the_projection_on_its_bound(
         troll_support="bucket",
     )
     divergences = []
-    constrain = trainer._constrain
+    project = trainer._project
 
-    def measure(log_probs: Any, new: Any, inputs: dict[str, Any]) -> Any:
+    def measure(evaluation: Evaluation, inputs: dict[str, Any]) -> Any:
+        log_probs, new = evaluation.log_probs, evaluation.support
         old = SparseLogProbs(
             inputs["old_support_ids"].long(), inputs["old_support_log_probs"], inputs["old_support_log_tail"]
         )
@@ -80,9 +82,9 @@ def test_bfloat16_trains_with_the_projection_on_its_bound(
         reference = old.with_buckets().double()
         terms = torch.where(projected.isneginf(), 0.0, projected.exp() * (projected - reference))
         divergences.append(terms.sum(-1)[result.projected])
-        return constrain(log_probs, new, inputs)
+        return project(evaluation, inputs)
 
-    trainer._constrain = measure
+    trainer._project = measure
     trainer.train()
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in _steps(trainer))
     reached = torch.cat(divergences)

@@ -29,12 +29,11 @@ def _logits() -> tuple[Tensor, Tensor, Tensor]:
 def _tokens(top_k: int | None, **options: Any) -> tuple[ProjectedTokens, Tensor, Tensor]:
     """The projection, and the outcomes it works on as dense float64 rows."""
     new, old, ids = (value.log_softmax(-1) if value.is_floating_point() else value for value in _logits())
-    sampled = [rows.gather(-1, ids[..., None]).squeeze(-1) for rows in (new, old)]
     if top_k is None:
-        return project_tokens(*sampled, MASK, ids, new, old, kl_bound=BOUND, **options), new, old
+        return project_tokens(new, old, ids, MASK, kl_bound=BOUND, **options), new, old
     few_old = SparseLogProbs.from_logits(old, top_k, keep_ids=ids)
     few_new = SparseLogProbs.at_ids(new, few_old.ids)
-    tokens = project_tokens(*sampled, MASK, ids, few_new, few_old, kl_bound=BOUND, **options)
+    tokens = project_tokens(few_new, few_old, ids, MASK, kl_bound=BOUND, **options)
     return tokens, few_new.with_buckets(), few_old.with_buckets()
 
 
@@ -79,8 +78,7 @@ def test_metrics_are_the_mean_and_the_largest_over_counted_tokens() -> None:
 def test_nothing_is_reported_where_nothing_can_be_projected() -> None:
     new, old, ids = _logits()
     new, old = new.log_softmax(-1), old.log_softmax(-1)
-    sampled = [rows.gather(-1, ids[..., None]).squeeze(-1) for rows in (new, old)]
-    tokens = project_tokens(*sampled, MASK, ids, new, old, kl_bound=math.inf)
+    tokens = project_tokens(new, old, ids, MASK, kl_bound=math.inf)
     assert tokens.projected_kl is None
     assert not [name for name in tokens.metrics(MASK) if "kl_projected" in name]
 
@@ -90,7 +88,7 @@ def test_a_projection_that_cannot_reach_the_bound_says_how_far_it_got() -> None:
     old = torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64).log()
     new = torch.tensor([[[0.45, 0.5, 0.05]]], dtype=torch.float64).log()
     ids, mask = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
-    tokens = project_tokens(new[..., 0], old[..., 0], mask, ids, new, old, kl_bound=BOUND)
+    tokens = project_tokens(new, old, ids, mask, kl_bound=BOUND)
     p, q = 0.45 / 0.95, 0.5 / 0.95
     assert tokens.projected_kl is not None
     assert bool(tokens.projected)

@@ -130,6 +130,7 @@ def add_sparse_head(
             )  # fmt: skip
             rows = region.known()
             rows["log_probs"] = rows.pop("new_log_probs")
+            del rows["old_log_probs"]  # unknown here: they were recorded with the rollouts
             return SparseHeadOutput(
                 **{name: _spread(values, counted, 0.0) for name, values in rows.items()},
                 aux_loss=_load_balancing_loss(self, backbone, kwargs),

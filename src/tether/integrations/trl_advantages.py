@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tether.advantages import ADVANTAGES
 from tether.errors import ConfigError, TetherError
-from tether.integrations.trl import OldPolicyTrainer, _loss_mask
+from tether.integrations.trl_trainer import OldPolicyTrainer, loss_mask
 
 #: What `AdvantageTrainer` can compute from rewards alone, and the settings each takes.
 ESTIMATORS: dict[str, tuple[str, ...]] = {
@@ -114,7 +114,7 @@ class AdvantageTrainer(OldPolicyTrainer):
 
     def _estimate(self, rewards: Tensor, output: dict[str, Any]) -> Tensor:
         """Advantages [b] or [b, T] of this process's rows, from the rewards [B] of all."""
-        mask = _loss_mask(output)
+        mask = loss_mask(output)
         everyone = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
         advantages = estimate(self.advantage, rewards, everyone, self.num_generations, self.advantage_options)
         first = self.accelerator.process_index * len(mask)

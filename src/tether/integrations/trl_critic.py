@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tether.advantages import gae, whiten
 from tether.errors import CheckpointError, ConfigError
-from tether.integrations.trl import _loss_mask
 from tether.integrations.trl_advantages import AdvantageTrainer, rewards_at_the_end
+from tether.integrations.trl_trainer import loss_mask
 from tether.losses import value_clip
 
 # isort: split
@@ -149,7 +149,7 @@ class CriticTrainer(AdvantageTrainer):
     # ------------------------------------------------------------------ advantages
 
     def _estimate(self, rewards: Tensor, output: dict[str, Any]) -> Tensor:
-        mask = _loss_mask(output)
+        mask = loss_mask(output)
         values = self._old_values(output)
         advantages, returns = gae(
             rewards_at_the_end(rewards.to(values), mask),
@@ -193,7 +193,7 @@ class CriticTrainer(AdvantageTrainer):
             self._values(inputs),
             inputs["old_values"],
             inputs["returns"],
-            _loss_mask(inputs),
+            loss_mask(inputs),
             clip_range=self.critic_options.clip_range,
         )
         (result.loss / self.current_gradient_accumulation_steps).backward()

@@ -11,6 +11,7 @@ updates on one batch the network drifts far beyond the bound all the same. Three
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import atomic_write_json, load_json
-from tether.integrations.trl import OldPolicyTrainer, TROLLTrainer, _loss_mask
+from tether.integrations.trl import OldPolicyTrainer, TROLLTrainer
 from tether.integrations.trl_old_policy import IDS
+from tether.integrations.trl_trainer import loss_mask
 from tether.losses import ProjectedTokens
 
 _STATE_FILE = "inside.json"
@@ -151,14 +153,16 @@ class InsideTrainer(OldPolicyTrainer):
             inputs = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
         return super()._compute_loss(model, inputs)
 
-    def _extra_loss(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> Tensor | float:
+    def _log_tokens(
+        self, tokens: ProjectedTokens, of_objective: Mapping[str, Tensor], inputs: dict[str, Any]
+    ) -> None:
         if self.model.training:
-            mask = _loss_mask(inputs) > 0
+            mask = loss_mask(inputs) > 0
             kl = torch.where(mask, tokens.kl, 0.0)
             bound = getattr(self.args, "troll_kl_bound", math.inf)
             excess = torch.where(mask, (tokens.kl - bound).clamp(min=0), 0.0)
             self._moved += torch.stack([kl.sum(), excess.sum(), mask.sum()]).to(self._moved)
-        return super()._extra_loss(tokens, inputs)
+        super()._log_tokens(tokens, of_objective, inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As TRL's; after an update's last micro-batch, decide on the update and on the next alpha."""

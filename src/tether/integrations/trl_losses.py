@@ -1,8 +1,7 @@
 """Any loss of `tether.losses` in TRL's GRPO trainer: the rivals of TROLL, trained on the same work.
 
-TRL generates, scores, batches and logs as always. Its own surrogate is made to vanish (advantages of
-zero at a ratio of one) and the chosen loss is added in its place, averaged over tokens and sequences
-as TRL's `loss_type` says.
+TRL generates, scores, batches and logs as always; the chosen loss takes the place of its surrogate, averaged
+over tokens and sequences as TRL's `loss_type` says.
 """
 
 from __future__ import annotations
@@ -15,32 +14,16 @@ from torch import Tensor
 
 from tether.errors import ConfigError
 from tether.integrations.loss_options import check_loss_options, looks_at_distributions
-from tether.integrations.trl import (
-    OldPolicyTrainer,
-    _loss_mask,
-    _weighted_mean,
-)
-from tether.integrations.trl_old_policy import IDS, LOG_PROBS, LOG_TAIL, old_support
-from tether.losses import LOSSES, LossAggMode, PolicyLoss, ProjectedTokens
-from tether.projection import SparseLogProbs
-
-# How each of TRL's loss types averages.
-_AVERAGES: dict[str, LossAggMode] = {
-    "bnpo": "token-mean",
-    "dapo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "grpo": "seq-mean-token-mean",
-    "luspo": "seq-mean-token-sum",
-}
-
-# Measured for every trainer, always as KL(new || old); a loss may mean another divergence by the name.
-_MEASURED_ALREADY = ("kl_mean", "kl_max")
+from tether.integrations.trl_evaluation import Evaluation
+from tether.integrations.trl_old_policy import old_support
+from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
+from tether.losses import LOSSES, PolicyLoss, ProjectedTokens
 
 # Far apart, so that neighbouring seeds of a run never share a step's random numbers.
 _SEED_STRIDE = 1_000_003
 
 
-class PolicyLossTrainer(OldPolicyTrainer):
+class PolicyLossTrainer(ObjectiveTrainer):
     """`GRPOTrainer` with a loss of `tether.losses.LOSSES` in place of the clip.
 
     Takes the arguments of `GRPOTrainer` and two keywords:
@@ -99,110 +82,31 @@ class PolicyLossTrainer(OldPolicyTrainer):
         if args is not None:
             _check_settings(args)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        self._result: PolicyLoss | None = None
-        self._penalty: Tensor | None = None
-        self._beta = self.beta
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if "rollout_row" not in output and self.model.training:
-            # Without an old policy nobody numbered them; a report wants to name the problem all the same.
-            output["rollout_row"] = torch.arange(len(inputs), device=output["completion_ids"].device)
-            self.rollout_rows = list(inputs)
-        return output
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        # Where each batch serves one update TRL records no old policy: it is the present one (`_constrain`).
-        inputs = inputs if IDS in inputs else {**inputs, IDS: None}
-        # TRL would correct the reference penalty by the ratio that it gets to see, which is one.
-        self._beta, self.beta = self.beta, 0.0
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self.beta = self._beta
-            self._result = self._penalty = None
-
-    def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if inputs[IDS] is None:
-            return {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
-        return super()._evaluation_keywords(inputs)
-
-    def _constrain(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> Tensor:
-        if inputs[IDS] is None:
-            inputs["old_per_token_logps"] = log_probs.detach()
-            inputs[IDS], inputs[LOG_PROBS] = new.ids.int(), new.log_probs.detach()
-            inputs[LOG_TAIL] = new.log_tail.detach()
-        super()._constrain(log_probs, new, inputs)
-        self._result = self._policy_loss(log_probs, new, inputs)
-        self._penalty = self._reference_penalty(log_probs, inputs) if self._beta != 0.0 else None
-        # TRL's surrogate of these is zero, with zero gradient, whatever the policies are.
-        inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-        inputs["old_per_token_logps"] = log_probs.detach()
-        return log_probs
-
-    def _policy_loss(self, log_probs: Tensor, new: SparseLogProbs, inputs: dict[str, Any]) -> PolicyLoss:
+    def _objective(
+        self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
+    ) -> PolicyLoss:
         given: dict[str, Any] = {}
         if looks_at_distributions(self.policy_loss, self.loss_options):
-            given = {"new": new, "old": old_support(inputs)}
+            given = {"new": evaluation.support, "old": old_support(inputs)}
         if self.policy_loss == "clip_cov":
             given["generator"] = self._generator()
-        return LOSSES[self.policy_loss](
-            log_probs,
+        result = LOSSES[self.policy_loss](
+            evaluation.log_probs,
             inputs["old_per_token_logps"],
             _weighted_advantages(inputs),
-            _loss_mask(inputs),
+            loss_mask(inputs),
             **self.loss_options,
             **given,
-            loss_agg_mode=_AVERAGES[self.loss_type],
-            max_response_length=self.max_completion_length,
+            **self._averaging(),
         )
+        return PolicyLoss(result.loss * self._share(inputs), result.metrics)
 
     def _generator(self) -> torch.Generator:
         """Random numbers of this micro-batch alone, the same after a resume."""
         micro_batch = self.state.global_step * self.args.gradient_accumulation_steps
         micro_batch += self._step % self.args.gradient_accumulation_steps
         return torch.Generator().manual_seed(self.args.seed * _SEED_STRIDE + micro_batch)
-
-    def _extra_loss(self, tokens: ProjectedTokens, inputs: dict[str, Any]) -> Tensor | float:
-        assert self._result is not None
-        self._log_result(self._result, inputs)
-        loss = self._result.loss * self._scale(inputs)
-        if self._penalty is not None:
-            loss = loss + self._beta * self._aggregate(self._penalty, inputs)
-        return loss
-
-    def _reference_penalty(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """TRL's estimate (k3) of KL(new || reference) for each token, [B, T]; logged as `kl`."""
-        difference = inputs["ref_per_token_logps"] - log_probs
-        penalty = difference.exp() - difference - 1
-        if self.args.use_bias_correction_kl:  # the tokens are the old policy's, the divergence the new one's
-            penalty = penalty * (log_probs - inputs["old_per_token_logps"]).exp()
-        mask = _loss_mask(inputs)
-        totals = torch.stack([(penalty.detach() * mask).sum(), mask.sum().to(penalty.dtype)])
-        total, count = self.accelerator.reduce(totals, reduction="sum").tolist()
-        self._metrics["train" if self.model.training else "eval"]["kl"].append(total / max(count, 1.0))
-        return penalty
-
-    def _scale(self, inputs: dict[str, Any]) -> Tensor | float:
-        """From the average over a micro-batch to its share in an update, as TRL weighs it."""
-        training = self.model.training
-        accumulation = self.current_gradient_accumulation_steps if training else 1.0
-        if self.loss_type != "dapo":
-            return 1.0 / accumulation
-        # TRL divides by the tokens of a mean update of this batch of rollouts, not of this one.
-        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if training:
-            items = items * accumulation / self.args.steps_per_generation
-        return _loss_mask(inputs).sum().clamp(min=1.0) / items
-
-    def _log_result(self, result: PolicyLoss, inputs: dict[str, Any]) -> None:
-        metrics = {name: value for name, value in result.metrics.items() if name not in _MEASURED_ALREADY}
-        row = torch.stack([_loss_mask(inputs).sum(), *metrics.values()]).float()
-        counts, *columns = self.accelerator.gather(row[None]).t().tolist()
-        mode = "train" if self.model.training else "eval"
-        for name, values in zip(metrics, columns, strict=True):
-            combined = max(values) if name.endswith("_max") else _weighted_mean(values, counts)
-            self._metrics[mode][f"trust_region/{name}"].append(combined)
 
 
 def _weighted_advantages(inputs: dict[str, Any]) -> Tensor:
@@ -218,10 +122,10 @@ def _weighted_advantages(inputs: dict[str, Any]) -> Tensor:
 
 def _check_settings(args: Any) -> None:
     """Refuse what acts on TRL's own surrogate and would silently do nothing."""
-    if args.loss_type not in _AVERAGES:
+    if args.loss_type not in AVERAGES:
         raise ConfigError(
             f"loss_type={args.loss_type!r} is a policy loss of TRL's. PolicyLossTrainer has its own, and "
-            f"reads from loss_type how to average: one of {', '.join(_AVERAGES)}."
+            f"reads from loss_type how to average: one of {', '.join(AVERAGES)}."
         )
     if args.importance_sampling_level != "token":
         raise ConfigError(

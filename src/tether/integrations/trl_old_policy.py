@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.integrations.exact_head import OldTokens
-from tether.integrations.sparse_head import SparseHeadOutput
-from tether.losses import ProjectedTokens
+from tether.integrations.trl_evaluation import Evaluation
 from tether.projection import CompactLogProbs, SparseLogProbs
 from tether.projection.sparse import EMPTY
 
@@ -29,6 +26,11 @@ class Recorded:
     log_probs: Tensor
     support: SparseLogProbs
     hidden: Tensor | None
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Recorded:
+        """What a pass said."""
+        return cls(evaluation.log_probs, evaluation.support, evaluation.hidden)
 
     def entries(self) -> dict[str, Tensor]:
         """For TRL's batch."""
@@ -125,66 +127,3 @@ def bytes_a_token(batches: list[dict[str, Any]]) -> float | None:
     packed = [batch[_PACKED] for batch in batches if _PACKED in batch]
     tokens = sum(int(part.counted.sum()) for part in packed)
     return sum(part.nbytes for part in packed) / tokens if tokens else None
-
-
-class Tap:
-    """Stands in for the model in TRL's scoring loop: adds keywords to each call and keeps the outputs.
-
-    TRL splits a batch into chunks of rows; per-row keywords are split alongside.
-    """
-
-    def __init__(self, model: Any, keywords: dict[str, Any]) -> None:
-        self._model = model
-        self._keywords = keywords
-        self._row = 0
-        self._outputs: list[SparseHeadOutput] = []
-
-    def __call__(self, **kwargs: Any) -> SparseHeadOutput:
-        rows = slice(self._row, self._row + kwargs["input_ids"].size(0))
-        self._row = rows.stop
-        extra = {
-            name: value[rows] if isinstance(value, (Tensor, OldTokens)) else value
-            for name, value in self._keywords.items()
-        }
-        output = self._model(**kwargs, **extra)
-        self._outputs.append(output)
-        return output
-
-    def support(self, tokens: int) -> SparseLogProbs:
-        """The distributions of all rows at the last `tokens` positions."""
-        parts = [output.support(tokens) for output in self._outputs]
-        least = [part.log_tail_min for part in parts if part.log_tail_min is not None]
-        return SparseLogProbs(
-            torch.cat([part.ids for part in parts]),
-            torch.cat([part.log_probs for part in parts]),
-            torch.cat([part.log_tail for part in parts]),
-            torch.cat(least) if least else None,
-        )
-
-    def hidden(self, tokens: int) -> Tensor | None:
-        """The last hidden states there, if they were kept."""
-        parts = [output.hidden[:, -tokens:] for output in self._outputs if output.hidden is not None]
-        return torch.cat(parts) if parts else None
-
-    def projected(
-        self, tokens: int, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor
-    ) -> ProjectedTokens:
-        """What exact evaluation found there."""
-
-        def read(name: str) -> Tensor:
-            return torch.cat([getattr(output, name)[:, -tokens:] for output in self._outputs])
-
-        projected = read("projected") & (mask > 0)
-        return ProjectedTokens(
-            new_log_probs=log_probs,
-            old_log_probs=old_log_probs,
-            projected_log_probs=torch.where(projected, read("projected_log_probs"), log_probs),
-            regression=torch.where(projected, read("regression"), 0.0),
-            kl=read("kl"),
-            projected_kl=None if math.isinf(self._keywords["old_tokens"].kl_bound) else read("projected_kl"),
-            step=torch.where(projected, read("step"), 1.0),
-            projected=projected,
-            tail_mass=read("tail_mass"),
-            certified=read("certified"),
-            uncertain=read("uncertain"),
-        )

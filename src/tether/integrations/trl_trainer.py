@@ -1,0 +1,290 @@
+"""TRL's GRPO trainer with the old policy's token distributions at hand, and with a policy loss of ours.
+
+What happens in a step:
+
+1. Generation is TRL's. When TRL scores the fresh completions with the policy that made them, the most
+   likely ids of every token (or its hidden states) are kept beside the sampled token's log-probability.
+2. In each update TRL evaluates the network through an `Evaluation`, which asks the forward for the same.
+3. What the network is compared with, and what is learnt from that, is `_project` and `_objective`: TRL's
+   own surrogate is made to vanish (advantages of zero), and the objective is added, averaged as TRL's
+   `loss_type` says. Reference penalty, entropy bonus, auxiliary losses and metrics stay TRL's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import TetherError
+
+# First, because it says what to install where TRL is missing or another version.
+from tether.integrations.trl_config import TROLLConfig  # noqa: F401
+from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
+
+# isort: split
+from accelerate.utils import is_peft_model
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from tether.integrations.exact_head import HeadSnapshot, take_snapshot
+from tether.integrations.packing import add_packing
+from tether.integrations.sparse_head import add_sparse_head
+from tether.integrations.trl_evaluation import Evaluation
+from tether.integrations.trl_old_policy import IDS, Recorded, bytes_a_token, old_support, pack, unpack
+from tether.integrations.trl_resume import ResumableTrainer
+from tether.integrations.trl_warnings import warn_of_settings
+
+#: How each of TRL's loss types averages.
+AVERAGES: dict[str, LossAggMode] = {
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "grpo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+}
+
+# Measured for every trainer, always as KL(new || old); a loss may mean another divergence by the name.
+_MEASURED_ALREADY = ("kl_mean", "kl_max")
+
+
+class OldPolicyTrainer(ResumableTrainer):
+    """`GRPOTrainer` that also knows the old policy's token distributions, not just sampled tokens.
+
+    On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
+    far the new distributions are from the old ones: `trust_region/kl_mean`, `kl_max`. It is the
+    baseline to compare with, and the base of `TROLLTrainer`.
+    """
+
+    support_top_k: int = 64
+    support_mass: float = 1.0
+    #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
+    keep_hidden: bool = False
+    #: Whether a micro-batch goes through the model without its padding; see `tether.integrations.packing`.
+    pack_sequences: bool = False
+    #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
+    on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
+    beta: float  # GRPOTrainer's: weight of the reference penalty
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorded: list[Recorded] | None = None  # while fresh completions are scored
+        self._old_head: HeadSnapshot | None = None
+        #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
+        self.rollout_rows: list[dict[str, Any]] = []
+        add_sparse_head(self._base_model, self.temperature, maybe_gather_lm_head_ctx)
+        if self.pack_sequences:
+            add_packing(self._base_model)
+            if self.ref_model is not None:
+                add_packing(self.accelerator.unwrap_model(self.ref_model))
+        warn_of_settings(self, self._base_model)
+
+    @property
+    def _base_model(self) -> Any:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._recorded = []
+        training = self.model.training  # an evaluation in between leaves the rollouts in use alone
+        if training:
+            self._old_head = None  # before the next one is taken, and before generation needs the memory
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            if "old_per_token_logps" in output:
+                output.update(self._old_policy_pass(output["old_per_token_logps"]).entries())
+                if training:
+                    # Follows its row through TRL's shuffle, so that a report can name the problem.
+                    output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
+                    self.rollout_rows = list(inputs)
+                    self._old_head = self._snapshot() if self.keep_hidden else None
+        finally:
+            self._recorded = None
+        return output
+
+    def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
+        """Where the old policy's log-probabilities came from: the first pass through the model.
+
+        With adapters the reference policy goes through the same model, but after the old one. What an
+        override makes of the log-probabilities that it gets from here is its own business.
+        """
+        if self._recorded and self._recorded[0].log_probs.shape == log_probs.shape:
+            return self._recorded[0]
+        raise TetherError(
+            "TRL has the old policy's log-probabilities, but the model was not evaluated here for them, so "
+            "there is nothing to project on. An override of _get_per_token_logps_and_entropies must call "
+            "super() with the model and the whole batch."
+        )
+
+    def _snapshot(self) -> HeadSnapshot | None:
+        head = self._base_model.get_output_embeddings()
+        return take_snapshot(head.weight, head.bias, maybe_gather_lm_head_ctx)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """As TRL's; between updates the old policy takes the memory of its tokens, not of their padding."""
+        inputs = super()._prepare_inputs(generation_batch)
+        buffered = self._buffered_inputs or []
+        if self.model.training and any(IDS in batch for batch in buffered):
+            self._buffered_inputs = [pack(batch) for batch in buffered]
+            size = bytes_a_token(self._buffered_inputs)
+            if size is not None:
+                self._metrics["train"]["trust_region/old_policy_bytes"].append(size)
+        return unpack(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        score = super()._get_per_token_logps_and_entropies
+        packing = {"pack_sequences": True} if self.pack_sequences else {}
+        recording = self._recorded is not None and model is self.model
+        if isinstance(model, Evaluation):
+            evaluation = model
+        elif recording:
+            evaluation = Evaluation(model, {**packing, **self._own_support, "keep_hidden": self.keep_hidden})
+        else:  # the reference policy
+            stand_in = Evaluation(model, packing) if packing else model
+            return score(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        log_probs, entropies, *rest = score(
+            evaluation, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+        evaluation.keep(log_probs, entropies)
+        if recording and self._recorded is not None:
+            self._recorded.append(Recorded.of(evaluation))
+        return (log_probs, entropies, *rest)
+
+    @property
+    def _own_support(self) -> dict[str, Any]:
+        """Asks the forward for the network's own most likely ids."""
+        return {"support_top_k": self.support_top_k, "support_mass": self.support_mass}
+
+    def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """On which ids the network is evaluated: those of the old policy, or its own if there is none."""
+        return {"support_ids": inputs[IDS]} if IDS in inputs else self._own_support
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if IDS not in inputs and not self._learns_without_old_policy:
+            return super()._compute_loss(model, inputs)
+        keywords = self._evaluation_keywords(inputs)
+        if self.pack_sequences:
+            keywords = {**keywords, "pack_sequences": True}
+        evaluation = Evaluation(model, keywords)
+        loss: Tensor = super()._compute_loss(evaluation, self._inputs_of_trl(inputs))
+        if IDS not in inputs:  # every batch of rollouts serves one update: the policy is its own old policy
+            own = Recorded(evaluation.log_probs.detach(), evaluation.support.detach(), None)
+            inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs}
+        tokens = self._project(evaluation, inputs)
+        objective = self._objective(tokens, evaluation, inputs)
+        self._log_tokens(tokens, objective.metrics, inputs)
+        if self._entropy_bonus_enabled:  # TRL then logs what it takes for the whole policy loss
+            self._complete_policy_loss(objective.loss.detach())
+        if self.on_tokens is not None and self.model.training:
+            self.on_tokens(self, inputs, tokens)
+        return loss + objective.loss
+
+    def _complete_policy_loss(self, loss: Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        if self.loss_type != "dapo" and mode == "train":
+            loss = loss * self.current_gradient_accumulation_steps
+        self._metrics[mode]["policy_loss"][-1] += self.accelerator.gather(loss).nanmean().item()
+
+    #: Whether the objective is computed where the policy is its own old policy.
+    _learns_without_old_policy: bool = False
+
+    def _inputs_of_trl(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What TRL's own loss gets to see: here, everything."""
+        return dict(inputs)
+
+    def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:
+        """What the trust region says of the tokens: here, only how far they moved."""
+        with torch.no_grad():
+            return project_tokens(
+                evaluation.support.detach(), old_support(inputs), inputs["completion_ids"], loss_mask(inputs),
+                log_probs=evaluation.log_probs.detach(), old_log_probs=inputs["old_per_token_logps"],
+                kl_bound=math.inf,
+            )  # fmt: skip
+
+    def _objective(
+        self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
+    ) -> PolicyLoss:
+        """What is added to TRL's loss, as it enters an update, and what to watch: here, nothing."""
+        return PolicyLoss(tokens.kl.new_zeros(()), {})
+
+    def _log_tokens(
+        self, tokens: ProjectedTokens, of_objective: Mapping[str, Tensor], inputs: dict[str, Any]
+    ) -> None:
+        mask = loss_mask(inputs)
+        others = {name: value for name, value in of_objective.items() if name not in _MEASURED_ALREADY}
+        metrics = {**others, **tokens.metrics(mask)}
+        acted = (tokens.projected & (mask > 0)).sum()
+        row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
+        # One column a process and one wait: the numbers that follow are plain Python.
+        counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
+        mode = "train" if self.model.training else "eval"
+        for name, values in zip(metrics, columns, strict=True):
+            if name.endswith("_max"):
+                combined = max(values)
+            else:
+                combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
+            self._metrics[mode][f"trust_region/{name}"].append(combined)
+
+
+class ObjectiveTrainer(OldPolicyTrainer):
+    """`GRPOTrainer` whose policy loss is `_objective`; TROLL and all its rivals are trained by it."""
+
+    _learns_without_old_policy = True
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if "rollout_row" not in output and self.model.training:
+            # Without an old policy nobody numbered them; a report wants to name the problem all the same.
+            output["rollout_row"] = torch.arange(len(inputs), device=output["completion_ids"].device)
+            self.rollout_rows = list(inputs)
+        return output
+
+    def _inputs_of_trl(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Those of which TRL's surrogate is zero, with zero gradient, whatever the policies are."""
+        without = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+        if self.beta == 0.0 or not self.args.use_bias_correction_kl:
+            # A ratio of one; the corrected penalty on the reference policy needs the true one.
+            without.pop("old_per_token_logps", None)
+        return without
+
+    def _averaging(self) -> dict[str, Any]:
+        """For `tether.losses.aggregate`: as TRL averages."""
+        return {
+            "loss_agg_mode": AVERAGES[self.loss_type],
+            "max_response_length": self.max_completion_length,
+        }
+
+    def _share(self, inputs: dict[str, Any]) -> Tensor | float:
+        """From the average over a micro-batch to its part in an update, as TRL weighs it (1.16)."""
+        training = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if training else 1.0
+        if self.loss_type != "dapo":
+            return 1.0 / accumulation
+        # TRL divides by the tokens of a mean update of this batch of rollouts, not of this one.
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if training:
+            items = items * accumulation / self.args.steps_per_generation
+        return loss_mask(inputs).sum().clamp(min=1.0) / items
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _weighted_mean(values: list[float], weights: list[float]) -> float:
+    """Over processes; where nothing weighs anything, every process reports the same default."""
+    total = sum(weights)
+    if total == 0:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
