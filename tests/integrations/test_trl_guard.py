@@ -17,14 +17,14 @@ TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "_compute_loss": (
         GRPOTrainer._compute_loss,
         "765e782ef258696a",
-        "ObjectiveTrainer mirrors its five averages (AVERAGES, _share) and relies on advantages of zero making "
-        "its surrogate vanish; it must hand the model it is given to the scoring helper, once.",
+        "ObjectiveTrainer mirrors its five averages (AVERAGES, _share) and relies on advantages of zero "
+        "making its surrogate vanish; it must hand the model it is given to the scoring helper, once.",
     ),
     "_get_per_token_logps_and_entropies": (
         GRPOTrainer._get_per_token_logps_and_entropies,
         "ddcb878f6df4bae5",
-        "an Evaluation stands in for its model: it must call model(**inputs) once for each chunk of rows, in order, "
-        "with labels, and read log_probs, entropy and aux_loss.",
+        "an Evaluation stands in for its model: it must call model(**inputs) once for each chunk of rows, "
+        "in order, with labels, and read log_probs, entropy and aux_loss.",
     ),
     "_generate_and_score_completions": (
         GRPOTrainer._generate_and_score_completions,
