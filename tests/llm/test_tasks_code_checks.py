@@ -92,6 +92,8 @@ def passes(test: CallTest, *values: Any) -> bool:
         ("x = [3, 4]\nassert f(x) == x[::-1]", ["f([3, 4])"], [4, 3], [3, 4]),
         ("r = f(3)\nassert len(r) == 2", ["f(3)"], "ab", "a"),
         ("def near2(a):\n    return close(a, 2)\nassert near2(f(1))", ["f(1)"], 2, 3),
+        ("assert f(list('abc'), int('7')) == 'abc'", ["f(['a', 'b', 'c'], 7)"], "abc", ""),
+        ("assert f(range(5)) == 5", ["f(range(5))"], 5, 4),
         ("import string\nassert f(string.digits) == '0'", ["f(string.digits)"], "0", "1"),
     ],
 )
@@ -123,6 +125,9 @@ def test_assertions_about_two_calls_compare_plain_data() -> None:
         ("assert f(1) == f(1)", "nothing about what 'f' gives"),
         ("pass", "nothing about what 'f' gives"),
         ("assert f(f(1)) == 1", "what it gave itself"),
+        ("assert f(loops('text')) == 'text'", "shows the value 'text'"),
+        ("assert f(loops([1, 'text'])) == [1, 'text']", "shows the value"),
+        ("import base64\nassert f(base64.b64encode(b'text')) == b'text'", "shows the value b'text'"),
         ("assert list(map(f, [1])) == [1]", "more than called"),
         ("assert f.__name__ == 'f'", "more than called"),
         ("assert [f(n) for n in range(3)] == [0, 1, 2]", "stands in a loop"),

@@ -18,7 +18,14 @@ from tether.llm.tasks.code_cases import CallTest
 from tether.llm.tasks.code_checks import FAILURES, bind, dotted, evaluate, refuse_unknown
 from tether.llm.tasks.code_functions import FUNCTIONS
 from tether.llm.tasks.code_harness import encode
-from tether.llm.tasks.code_names import BUILTINS, Context, InPlace, loaded_names, stored_names
+from tether.llm.tasks.code_names import (
+    BUILTINS,
+    Context,
+    InPlace,
+    loaded_names,
+    shown_values,
+    stored_names,
+)
 
 _MOST_TESTS = 1000
 
@@ -51,6 +58,7 @@ class Assertions:
         self._inside = context.names
         self._own_imports: dict[str, ast.stmt] = {}
         self._telling = 0
+        self._shown: list[Any] = []
         for name in self._candidates:
             context.helpers.pop(name, None)
 
@@ -90,13 +98,14 @@ class Assertions:
             DataError: The expression cannot be judged outside the sandbox.
         """
         try:
-            test = self._test(node)
+            test = self._test(node).giving(expected, tolerance)
+            self._refuse_shown(test)
         except ValueError as error:
             raise DataError(
                 f"{self._where}: the test {ast.unparse(node)[:120]!r} cannot be judged outside the sandbox "
                 f"({error}). Give a call of {self._entry!r}, or leave the row out."
             ) from error
-        self.tests.append(test.giving(expected, tolerance))
+        self.tests.append(test)
 
     def finish(self) -> list[CallTest]:
         """Every test.
@@ -117,7 +126,9 @@ class Assertions:
                 return
             if len(self.tests) == _MOST_TESTS:
                 raise ValueError(f"it is one of more than {_MOST_TESTS}")
-            self.tests.append(self._test(statement.test))
+            test = self._test(statement.test)
+            self._refuse_shown(test)
+            self.tests.append(test)
         elif isinstance(statement, ast.For) and not statement.orelse:
             for value in list(self._evaluated(self._placed(statement.iter))):
                 for name, part in bind(statement.target, value).items():
@@ -154,8 +165,19 @@ class Assertions:
         except FAILURES as error:
             raise ValueError(f"{ast.unparse(node)[:60]!r} is not known: {error}") from error
 
+    def _refuse_shown(self, test: CallTest) -> None:
+        """Refuse calls whose source shows what they should give, as ``decode(encode("text"))`` does."""
+        constants = (part for part in ast.walk(ast.parse(test.check)) if isinstance(part, ast.Constant))
+        wanted = [*test.values, *(part.value for part in constants)]
+        for value in wanted:
+            if value is None or type(value) is bool:
+                continue
+            if any(type(shown) is type(value) and shown == value for shown in self._shown):
+                raise ValueError(f"the source of its calls shows the value {repr(value)[:40]}")
+
     def _test(self, node: ast.expr) -> CallTest:
         placed = self._placed(node)
+        self._shown = list(self._context.shown)
         apart = _TakenApart(self, placed)
         if not apart.calls:
             raise ValueError(f"it does not call {self._entry}")
@@ -168,6 +190,9 @@ class Assertions:
         Raises:
             ValueError: Its arguments need what is not there, or the candidate itself.
         """
+        redefined = {*self._context.helpers, *self._context.opaque}
+        node.args = [_as_literal(argument, redefined) for argument in node.args]
+        self._shown += shown_values([*node.args, *node.keywords], self._context.plain_calls)
         arguments = [part for top in (*node.args, *node.keywords) for part in ast.walk(top)]
         names = loaded_names(arguments)
         if names & self._candidates:
@@ -266,6 +291,18 @@ def _compares_identity_soundly(node: ast.Compare) -> bool:
     return not any(isinstance(kind, ast.Is | ast.IsNot) for kind in node.ops) or any(
         isinstance(side, ast.Constant) and (side.value is None or type(side.value) is bool) for side in sides
     )
+
+
+def _as_literal(node: ast.expr, redefined: set[str]) -> ast.expr:
+    """An argument's value instead of the calls that make it, where it is known and its text does not vary."""
+    parts = list(ast.walk(node))
+    if not any(isinstance(part, ast.Call) for part in parts) or loaded_names(parts) & redefined:
+        return node
+    try:
+        value = evaluate(node, {})
+        return node if "set" in encode(value) else _literal(value)
+    except FAILURES:
+        return node
 
 
 def _literal(value: Any) -> ast.expr:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import copy
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tether.llm.tasks.code_checks import bound_names, dotted
 
@@ -43,6 +45,11 @@ class Context:
     constants: dict[str, ast.expr] = field(default_factory=dict)
     """Names that stand for expressions whose own names are resolved."""
 
+    plain_calls: set[str] = field(default_factory=lambda: {"range"})
+    """Functions and classes whose results show their arguments."""
+    shown: list[Any] = field(default_factory=list)
+    """Values that stand in the arguments of other calls that run before the candidate."""
+
     @classmethod
     def of(cls, preamble: str) -> Context:
         """Read what runs before the candidate."""
@@ -50,6 +57,10 @@ class Context:
         for statement in ast.parse(preamble).body:
             if not context.define(statement):
                 context.opaque |= stored_names([statement])
+            if isinstance(statement, ast.ClassDef):
+                context.plain_calls.add(statement.name)
+            elif not isinstance(statement, ast.FunctionDef):
+                context.shown += shown_values([statement], context.plain_calls)
         return context
 
     def define(self, statement: ast.stmt) -> bool:
@@ -227,6 +238,21 @@ def _is_foreign(statement: ast.stmt, used: set[str]) -> bool:
         return False
     roots = {module.partition(".")[0] for module in modules}
     return not roots & sys.stdlib_module_names and not stored_names([statement]) & used
+
+
+def shown_values(nodes: Iterable[ast.AST], plain_calls: set[str]) -> list[Any]:
+    """Values that stand in the source of calls, but may not be seen in what the calls give.
+
+    >>> shown_values([ast.parse("decode(encode('text'), 3)")], {"decode"})
+    ['text']
+    """
+    found: list[Any] = []
+    for call in (part for node in nodes for part in ast.walk(node)):
+        if isinstance(call, ast.Call) and dotted(call.func) not in plain_calls:
+            for part in ast.walk(call):
+                with contextlib.suppress(ValueError, TypeError):
+                    found.append(ast.literal_eval(part))
+    return found
 
 
 def _running(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

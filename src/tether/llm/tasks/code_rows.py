@@ -64,11 +64,10 @@ def _own(where: str, row: dict[str, Any], instruction: str) -> Problem:
 def _mbpp(where: str, row: dict[str, Any], instruction: str) -> Problem:
     """``test_list``: assertions as text; the task in ``text`` or ``prompt``; imports in ``test_imports``."""
     statements = ast.parse("\n".join(row["test_list"])).body
-    setup = row.get("test_imports") or row.get("test_setup_code") or ""
-    preamble = "\n".join(setup) if isinstance(setup, list) else setup
+    preamble = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""]).strip()
     context = Context.of(preamble)
     asserted = [statement.test for statement in statements if isinstance(statement, ast.Assert)]
-    entry = _called(asserted, context, where)
+    entry = _called(asserted, context, where, row.get("code") or "")
     assertions = Assertions(entry, where, context)
     assertions.read(statements)
     tests = assertions.finish()
@@ -152,9 +151,13 @@ def _problem(where: str, prompt: Prompt, instruction: str, tests: UnitTests, sol
     return Problem(list(prompt), answer, metadata)
 
 
-def _called(asserted: list[ast.expr], context: Context, where: str) -> str:
-    """The function that every assertion calls and that neither Python nor the row has by itself."""
-    known = BUILTINS | context.names | USUAL.keys()
+def _called(asserted: list[ast.expr], context: Context, where: str, solution: str = "") -> str:
+    """The function that every assertion calls and that neither Python nor the row's tests have by itself.
+
+    A solution that defines it tells where the function bears the name of one of Python's.
+    """
+    solved = {part.name for part in ast.parse(solution).body if isinstance(part, ast.FunctionDef)}
+    known = (BUILTINS | USUAL.keys()) - solved | context.names
     shared: set[str] | None = None
     for node in asserted:
         calls = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
