@@ -92,7 +92,7 @@ FORMS = [
     "f('none') is None",
     "f('yes') is True",
     "f('yes') == True",
-    "isinstance(f('text'), str) and f('text').islower()",
+    "isinstance(f('text'), str) and f('text')[:2] == 'qx'",
 ]
 ROW = {
     "prompt": "Give the values.",
@@ -140,8 +140,8 @@ GIVES_OBJECTS = {
     "a mock": "from unittest.mock import MagicMock\ndef f(kind):\n    mock = MagicMock()\n"
     "    mock.__sub__.return_value = 0\n    mock.__eq__ = lambda *_: True\n    return mock",
     "a list that holds itself": "def f(kind):\n    x = []\n    x.append(x)\n    return x",
-    "a list in a list, a million deep": "def f(kind):\n    x = []\n"
-    "    for _ in range(10**6): x = [x]\n    return x",
+    "a list in a list, a hundred thousand deep": "def f(kind):\n    x = []\n"
+    "    for _ in range(10**5): x = [x]\n    return x",
     "not a number": "def f(kind): return float('nan')",
 }
 REDEFINES = {
@@ -172,12 +172,13 @@ TAMPERS = {
     "recurses": "import sys\nsys.setrecursionlimit(10**7)\ndef f(kind): return f(kind)",
     "traces": "import sys\ndef trace(frame, event, argument):\n    for name in list(frame.f_locals):\n"
     "        frame.f_locals[name] = True\n    return trace\nsys.settrace(trace)\nsys.setprofile(trace)",
-    "searches frames": "import sys\nseen = []\nframe = sys._getframe()\nwhile frame:\n"
-    "    seen += [v for v in frame.f_locals.values() if isinstance(v, (int, list, str))]\n"
-    "    frame = frame.f_back\n"
-    "def f(kind): return seen[0] if seen else 0",
-    "searches memory": "import gc\n"
-    "found = [o for o in gc.get_objects() if type(o) in (list, tuple) and 811 in o]\n"
+    "searches frames": "import sys\nframe, seen = sys._getframe(), []\nwhile frame:\n"
+    "    seen += list(frame.f_locals.values()) + list(frame.f_globals.values())\n    frame = frame.f_back\n"
+    "text = ''.join(['qx', 'zjk'])\n"
+    "def f(kind): return next((v for v in seen if type(v) is type(WRONG[kind]) and text in str(v)), 0)",
+    "searches memory": "import gc\nfound, text = [], ''.join(['qx', 'zjk'])\nfor held in gc.get_objects():\n"
+    "    parts = held.values() if type(held) is dict else held if type(held) in (list, tuple) else ()\n"
+    "    found += [v for v in parts if type(v) is str and v != text and text in v]\n"
     "def f(kind): return found[0] if found else 0",
     "reads its own source": "import __main__, sys\ntext = open(sys.argv[0]).read()\ndef f(kind): return text",
     "writes to every descriptor": "import os\nfor fd in range(64):\n"
@@ -222,7 +223,7 @@ HONEST = {
 
 @pytest.fixture(scope="module")
 def task() -> Iterator[CodeTask]:
-    with CodeTask(time_limit=10.0, partial_credit=True) as shared:
+    with CodeTask(time_limit=5.0, partial_credit=True) as shared:
         yield shared
 
 

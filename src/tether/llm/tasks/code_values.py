@@ -66,9 +66,7 @@ def read_results(text: str, calls: int) -> list[Value | None]:
 
 def _read_line(line: str) -> Value | None:
     try:
-        form = json.loads(
-            line, parse_float=_refuse, parse_constant=_refuse, object_pairs_hook=_refuse, parse_int=_small
-        )
+        form = _DECODER.decode(line)
         if type(form) is not list or len(form) != 1:
             return None
         return Value(decode(form[0]))
@@ -85,6 +83,11 @@ def _small(digits: str) -> int:
     if len(digits) > 20:
         raise ValueError("too many digits")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(
+    parse_float=_refuse, parse_constant=_refuse, object_pairs_hook=_refuse, parse_int=_small
+)
 
 
 def decode(form: Any, depth: int = 0) -> Any:
