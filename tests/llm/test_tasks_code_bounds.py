@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tether.errors import ConfigError
-from tether.llm.sandbox import Execution, Sandbox
+from tether.llm.sandbox import Execution, Sandbox, available_backend
 from tether.llm.tasks import CodeTask
 from tether.llm.tasks.code_cases import CallTest, StreamTest, UnitTests
 from tether.llm.tasks.code_harness import OUTPUT
@@ -25,6 +25,7 @@ def block(code: str) -> str:
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Execution]:
     """Every execution, in the order they ended."""
+    available_backend()  # whose trial is one more, the first time
     executions: list[Execution] = []
     run = Sandbox.run
 

@@ -50,7 +50,8 @@ class CodeTask:
         format_reward: Added to the reward of a response with a code block, right or wrong.
         time_limit: Seconds for all calls of a problem, or for one input. After a time-out, the problem's
             other inputs are not tried; they count as failed.
-        total_time_limit: Seconds for all inputs of a problem together; those not reached count as failed.
+        total_time_limit: Seconds for all inputs of a problem together, by default 12 times `time_limit`;
+            inputs not reached count as failed.
         memory_limit: Bytes.
         workers: Programs that run at a time; by default one a usable processor.
         unjudgeable: Whether a row whose tests cannot be judged outside is skipped, with a warning that
@@ -78,7 +79,7 @@ class CodeTask:
         partial_credit: bool = False,
         format_reward: float = 0.0,
         time_limit: float = 5.0,
-        total_time_limit: float = 60.0,
+        total_time_limit: float | None = None,
         memory_limit: int = 512 * 2**20,
         workers: int | None = None,
         unjudgeable: Unjudgeable = "skip",
@@ -87,6 +88,7 @@ class CodeTask:
             raise ConfigError(f"steps is {steps}; the code task takes 1 to 6.")
         if not 0 <= format_reward < 1:
             raise ConfigError(f"format_reward is {format_reward}; give at least 0 and less than 1.")
+        total_time_limit = 12 * time_limit if total_time_limit is None else total_time_limit
         if not total_time_limit >= time_limit > 0:
             raise ConfigError(
                 f"time_limit is {time_limit} s and total_time_limit {total_time_limit} s; give more than 0, "
