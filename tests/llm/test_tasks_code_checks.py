@@ -120,6 +120,7 @@ def test_assertions_about_two_calls_compare_plain_data() -> None:
         ("assert f(f(1)) == 1", "what it gave itself"),
         ("assert f(loops('text')) == 'text'", "shows the value 'text'"),
         ("assert f(loops([1, 'text'])) == [1, 'text']", "shows the value"),
+        ("assert f(lambda x: x >= 717, 0, 1000) == 717", "shows the value 717"),
         ("import base64\nassert f(base64.b64encode(b'text')) == b'text'", "shows the value b'text'"),
         ("assert list(map(f, [1])) == [1]", "more than called"),
         ("assert f.__name__ == 'f'", "more than called"),

@@ -241,15 +241,16 @@ def _is_foreign(statement: ast.stmt, used: set[str]) -> bool:
 
 
 def shown_values(nodes: Iterable[ast.AST], plain_calls: set[str]) -> list[Any]:
-    """Values that stand in the source of calls, but may not be seen in what the calls give.
+    """Values that stand in the source of calls and lambdas, but may not be seen in what these give.
 
     >>> shown_values([ast.parse("decode(encode('text'), 3)")], {"decode"})
     ['text']
     """
     found: list[Any] = []
-    for call in (part for node in nodes for part in ast.walk(node)):
-        if isinstance(call, ast.Call) and dotted(call.func) not in plain_calls:
-            for part in ast.walk(call):
+    for node in (part for top in nodes for part in ast.walk(top)):
+        called = isinstance(node, ast.Call) and dotted(node.func) not in plain_calls
+        if called or isinstance(node, ast.Lambda):
+            for part in ast.walk(node):
                 with contextlib.suppress(ValueError, TypeError):
                     found.append(ast.literal_eval(part))
     return found
