@@ -1,8 +1,7 @@
-"""Code: every published form read, code judged outside its sandbox, no trick worth anything."""
+"""Code: every published form read, and code judged outside its sandbox."""
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 from collections.abc import Iterator
@@ -10,16 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tether.errors import ConfigError, DataError
-from tether.llm.sandbox import Sandbox
 from tether.llm.tasks import CodeTask, Problem, Split, Task, reward_function
-from tether.llm.tasks.code import extract_code
-from tether.llm.tasks.code_cases import CallTest, StreamTest, cases_from_assertions, dump_tests, load_tests
-from tether.llm.tasks.code_harness import canonical
+from tether.llm.tasks.code_blocks import extract_code
+from tether.llm.tasks.code_cases import CallTest, StreamTest, UnitTests
 from tether.llm.tasks.code_rows import problem_of_row
+from tether.llm.tasks.code_values import Value
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def task() -> Iterator[CodeTask]:
 
 @pytest.fixture(scope="module")
 def squares() -> str:
-    return dump_tests([CallTest.of(f"square({n})", n * n) for n in range(1, 6)], "", "square")
+    return UnitTests([CallTest.of(f"square({n})", n * n) for n in range(1, 6)], "", "square").dump()
 
 
 def block(code: str) -> str:
@@ -69,10 +65,9 @@ def test_a_hundred_generated_solutions_agree_with_their_tests() -> None:
         for problem in CodeTask(steps=steps).problems("validation", limit=33):
             namespace: dict[str, Any] = {}
             exec(extract_code(problem.metadata["solution"])[1], namespace)
-            tests, _, _ = load_tests(problem.answer)
-            for test in tests:
+            for test in UnitTests.load(problem.answer).tests:
                 assert isinstance(test, CallTest)
-                assert test.accepts(canonical(eval(test.call, namespace)))  # noqa: S307
+                assert test.accepts([Value(eval(test.calls[0], namespace))])  # noqa: S307
 
 
 # Judging.
@@ -96,62 +91,6 @@ def test_partial_credit_and_format_reward_are_separate(squares: str) -> None:
         assert task.verify(block(response), squares).reward == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os\nos._exit(0)",
-        "import sys\nsys.exit(0)",
-        "def square(n):\n    import os; os._exit(0)",
-        "class Yes:\n    def __eq__(self, other): return True\n    __ne__ = lambda *a: False\n"
-        "def square(n): return Yes()",
-        "class Int(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
-        "    def __index__(self): return 7\ndef square(n): return Int(3)",
-        'import json\njson.dumps = lambda *a, **k: \'[["value", true], ["value", true]]\'\n'
-        "def square(n): return 1",
-        "import builtins\nbuiltins.eval = lambda *a: True\nbuiltins.isinstance = lambda *a: True\n"
-        "def square(n): return True",
-        'import os\nos.write(1, b\'ok\'); os.write(3, b\'[["value", ["int", "0x1"]]]\')\n'
-        "def square(n): return 0",
-        "import sys\nf = sys._getframe()\nwhile f:\n    for k, v in list(f.f_locals.items()): print(k, v)\n"
-        "    f = f.f_back\ndef square(n): return expected[n]",
-        "import gc\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'expected' in o]\n"
-        "def square(n): return found[0]['expected']",
-        "import __main__\n__main__.canonical = lambda value: True\n__main__.main = None\n"
-        "def square(n): return 0",
-        "def square(n):\n    while True: pass",
-        "def square(n): return [0] * 10**9",
-        "def square(n):\n    x = []\n    x.append(x)\n    return x",
-        'import sys\nsys.stdout.write(\'[["value", ["int", "0x1"]]]\'); sys.stdout.flush()\n'
-        "def square(n): return 0",
-        "print('x' * 10**8)\ndef square(n): return n * n + 1",
-        "this is not Python",
-    ],
-)
-def test_no_trick_is_worth_anything(task: CodeTask, squares: str, code: str) -> None:
-    verdict = task.verify(block(code), squares)
-    assert verdict.reward == 0.0
-    assert not verdict.correct
-
-
-def test_what_a_test_expects_is_nowhere_in_the_sandboxed_process(
-    monkeypatch: pytest.MonkeyPatch, task: CodeTask
-) -> None:
-    secret = 7919 * 7907
-    sent = []
-    real = Sandbox.run_many
-
-    def recording(self: Sandbox, programs: Any) -> Any:
-        sent.extend(programs)
-        return real(self, programs)
-
-    monkeypatch.setattr(Sandbox, "run_many", recording)
-    answer = dump_tests([CallTest.of("f(7919, 7907)", secret)], "", "f")
-    assert task.verify(block("def f(a, b): return a * b"), answer).correct
-    (program,) = sent
-    for form in (str(secret), hex(secret)):
-        assert form not in program.code + program.stdin
-
-
 def test_the_sandboxs_limits_are_reported(task: CodeTask, squares: str) -> None:
     assert task.verify(block("while True: pass"), squares).parts["timeout"] == 1.0
     assert task.verify(block("import os; os.abort()"), squares).parts["killed"] == 1.0
@@ -159,7 +98,7 @@ def test_the_sandboxs_limits_are_reported(task: CodeTask, squares: str) -> None:
 
 def test_programs_that_read_and_print_are_judged_by_their_output(task: CodeTask) -> None:
     tests = [StreamTest("1 2\n", "3\n"), StreamTest("5 5\n", "10")]
-    answer = dump_tests(tests, "", None)
+    answer = UnitTests(tests).dump()
     assert task.verify(block("a, b = map(int, input().split())\nprint(a + b, ' ')"), answer).correct
     assert task.verify(block("print(3)"), answer).parts["passed"] == 0.5
     late = block("a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)")
@@ -171,90 +110,6 @@ def test_many_responses_are_judged_in_order_through_the_trainers_reward(task: Co
     rewards = reward_function(task)(["?"] * 6, [block(code) for code in codes], answer=[squares] * 6)
     assert rewards == [1.0, 0.0] * 3
     assert isinstance(task, Task)
-
-
-# Taking assertions apart.
-
-
-@pytest.mark.parametrize(
-    ("assertion", "call", "right", "wrong"),
-    [
-        ("assert f(1) == 2", "f(1)", 2, 3),
-        ("assert 2 == f(1)", "f(1)", 2.0, "2"),
-        ("assert f([1]) == [1, (2, 3)]", "f([1])", [1, (2, 3)], [1, [2, 3]]),
-        ("assert set(f(1)) == {1, 2}", "set(f(1))", {2, 1}, {1}),
-        ("assert f(1) == set()", "f(1)", set(), {0}),
-        ("assert sorted(f(1)) == [1]", "sorted(f(1))", [1], [2]),
-        ("assert f(1)", "bool(f(1))", True, False),
-        ("assert not f(1)", "bool(f(1))", False, True),
-        ("assert f(1) is None", "f(1)", None, 0),
-        ("assert f(1) == -1.5", "f(1)", -1.5, 1.5),
-        ("assert f(1) == 2 / 4", "f(1)", 0.5, 1),
-        ("assert f(1) == {'a': [1]}, 'message'", "f(1)", {"a": [1]}, {"a": [2]}),
-        ("assert abs(f(1) - 0.3) < 1e-3", "f(1)", 0.3004, 0.302),
-        ("assert math.fabs(0.3 - f(1)) <= 1e-3", "f(1)", 0.3, 0.0),
-        ("assert math.isclose(f(1), 100, rel_tol=0.01)", "f(1)", 100.5, 102),
-    ],
-)
-def test_assertions_become_calls_and_values(assertion: str, call: str, right: Any, wrong: Any) -> None:
-    (test,) = cases_from_assertions(ast.parse(assertion).body, "f", "row 1")
-    assert test.call == call
-    assert test.accepts(canonical(right))
-    assert not test.accepts(canonical(wrong))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "for n in range(3):\n    assert f(n) == n",
-        "assert f(1) == f(2)",
-        "assert f(1) != 3",
-        "assert f(1) == x",
-        "assert (f(1) == 3) == True",
-        "assert f(1) in (1, 2)",
-        "assert f(1) == 1 and f(2) == 2",
-        "assert g(1) == 1",
-        "assert f(1) < 3",
-        "x = g()\nassert f(1) == 1",
-        "pass",
-    ],
-)
-def test_tests_that_cannot_be_judged_outside_are_refused(source: str) -> None:
-    with pytest.raises(DataError, match="row 7"):
-        cases_from_assertions(ast.parse(source).body, "f", "row 7")
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5)
-    | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3)
-        | st.sets(st.integers() | st.floats(allow_nan=False) | st.text(max_size=3), max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(VALUES, VALUES)
-def test_canonical_forms_are_equal_exactly_when_values_are(first: Any, second: Any) -> None:
-    assert (canonical(first) == canonical(second)) == (first == second)
-    through = json.loads(json.dumps(canonical(first)))
-    assert CallTest.of("f()", first).accepts(through)
-
-
-def test_equal_numbers_have_one_form_and_not_a_number_equals_nothing() -> None:
-    assert canonical(1) == canonical(1.0) == canonical(True) == canonical(1 + 0j)
-    assert canonical(float("inf")) == ["float", "inf"]
-    assert not CallTest.of("f()", float("nan")).accepts(canonical(float("nan")))
-    assert not CallTest.of("f()", object()).accepts(canonical(object()))
-    for nonsense in (None, 3, [], "x", ["float", "x"], [["int"], 3], {"a": 1}):
-        assert not CallTest.of("f()", 1.0, absolute=0.1).accepts(nonsense)
 
 
 # Published forms.
@@ -324,7 +179,7 @@ def test_files_are_divided_and_unjudgeable_rows_counted_or_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{**MBPP, "text": f"Task {n}."} for n in range(40)]
-    unjudgeable = {**MBPP, "text": "Bad", "test_list": ["assert add(1, 2) != 3"]}
+    unjudgeable = {**MBPP, "text": "Bad", "test_list": ["assert add(1, 2).equals(3)"]}
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, unjudgeable])))
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows[30:])))
     task = CodeTask(tmp_path, instruction="")
@@ -360,20 +215,6 @@ def test_files_are_divided_and_unjudgeable_rows_counted_or_refused(
 def test_malformed_rows_say_what_is_wrong(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         problem_of_row("row 1", row, "")
-
-
-@pytest.mark.parametrize(
-    ("response", "entry", "code"),
-    [
-        ("```python\na\n```\n```python\nb\n```", None, "b"),
-        ("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "f", "def f(): 1"),
-        ("```\na\n```", None, "a"),
-        ("```py\na\nb", None, "a\nb"),
-        ("no block", None, "no block"),
-    ],
-)
-def test_the_block_that_defines_the_function_is_the_code(response: str, entry: str | None, code: str) -> None:
-    assert extract_code(response, entry) == ("```" in response, code)
 
 
 def test_senseless_settings_and_foreign_answers_are_refused(task: CodeTask) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tether.errors import ConfigError, DataError
-from tether.llm.sandbox import Execution, Program, Sandbox
-from tether.llm.tasks import code_harness
-from tether.llm.tasks.code_cases import CallTest, StreamTest, load_tests
+from tether.llm.sandbox import Sandbox
+from tether.llm.tasks.code_cases import UnitTests
 from tether.llm.tasks.code_generated import draw_problem
+from tether.llm.tasks.code_harness import OUTPUT
+from tether.llm.tasks.code_judge import Judge
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.generated import draw_distinct
 from tether.llm.tasks.hub import read_hub
@@ -27,11 +28,6 @@ _log = logging.getLogger(__name__)
 INSTRUCTION = "Answer with one Python code block (```python ... ```)."
 Unjudgeable = Literal["skip", "refuse"]
 """What to do with a row whose tests cannot be judged outside the sandbox."""
-
-_BLOCK = re.compile(
-    r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE
-)
-_HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
 
 
 class CodeTask:
@@ -52,7 +48,10 @@ class CodeTask:
         instruction: Appended to every problem.
         partial_credit: Whether the reward is the share of tests passed. False rewards all or nothing.
         format_reward: Added to the reward of a response with a code block, right or wrong.
-        time_limit: Seconds for all calls of a problem, or for one input.
+        time_limit: Seconds for all calls of a problem, or for one input. After a time-out, the problem's
+            other inputs are not tried; they count as failed.
+        total_time_limit: Seconds for all inputs of a problem together, by default 12 times `time_limit`;
+            inputs not reached count as failed.
         memory_limit: Bytes.
         workers: Programs that run at a time; by default one a usable processor.
         unjudgeable: Whether a row whose tests cannot be judged outside is skipped, with a warning that
@@ -80,6 +79,7 @@ class CodeTask:
         partial_credit: bool = False,
         format_reward: float = 0.0,
         time_limit: float = 5.0,
+        total_time_limit: float | None = None,
         memory_limit: int = 512 * 2**20,
         workers: int | None = None,
         unjudgeable: Unjudgeable = "skip",
@@ -88,6 +88,12 @@ class CodeTask:
             raise ConfigError(f"steps is {steps}; the code task takes 1 to 6.")
         if not 0 <= format_reward < 1:
             raise ConfigError(f"format_reward is {format_reward}; give at least 0 and less than 1.")
+        total_time_limit = 12 * time_limit if total_time_limit is None else total_time_limit
+        if not total_time_limit >= time_limit > 0:
+            raise ConfigError(
+                f"time_limit is {time_limit} s and total_time_limit {total_time_limit} s; give more than 0, "
+                "and at least as much for all inputs together as for one."
+            )
         if unjudgeable not in get_args(Unjudgeable):
             raise ConfigError(f"unjudgeable is {unjudgeable!r}; use 'skip' or 'refuse'.")
         self.path = path
@@ -96,10 +102,11 @@ class CodeTask:
         self.partial_credit = partial_credit
         self.format_reward = format_reward
         self.time_limit = time_limit
+        self.total_time_limit = total_time_limit
         self.memory_limit = memory_limit
         self.unjudgeable = unjudgeable
         self.max_response_tokens = 192 if path is None else 768
-        self._sandbox = Sandbox(workers)
+        self._sandbox = Sandbox(workers, output_limit=OUTPUT)
         self._opening = threading.Lock()
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
@@ -149,9 +156,19 @@ class CodeTask:
         """
         with self._opening:
             self._sandbox.open()
-        jobs = [_Job(r, a, self) for r, a in zip(responses, problem_answers, strict=True)]
-        executions = iter(self._sandbox.run_many([program for job in jobs for program in job.programs]))
-        return [job.judge([next(executions) for _ in job.programs]) for job in jobs]
+        tests = {answer: UnitTests.load(answer) for answer in problem_answers}
+        pairs = list(zip(responses, problem_answers, strict=True))
+        judge = Judge(
+            self._sandbox,
+            self.partial_credit,
+            self.format_reward,
+            self.time_limit,
+            self.total_time_limit,
+            self.memory_limit,
+        )
+        # Each worker runs and judges one response at a time, so no more outputs are held than workers.
+        with ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="tether-code") as pool:
+            return list(pool.map(lambda pair: judge.verdict(pair[0], tests[pair[1]]), pairs))
 
     def close(self) -> None:
         """Close the sandbox; a later check opens it again."""
@@ -201,91 +218,6 @@ class CodeTask:
                 skipped[0],
             )
         return problems
-
-
-class _Job:
-    """One response to be checked: the programs to run, and the verdict on what came of them."""
-
-    def __init__(self, response: str, answer: str, task: CodeTask) -> None:
-        self._task = task
-        self._tests, self._preamble, self._entry = load_tests(answer)
-        self._has_block, code = extract_code(response, self._entry)
-        if code.strip():
-            self.programs = self._programs(code)
-        else:
-            self.programs = []
-
-    def judge(self, executions: list[Execution]) -> Verdict:
-        passed = self._passed(executions) / len(self._tests) if executions else 0.0
-        correct = passed == 1.0
-        reward = passed if self._task.partial_credit else float(correct)
-        parts = {"block": float(self._has_block), "passed": passed}
-        for status in ("timeout", "memory", "killed"):
-            parts[status] = float(any(done.status == status for done in executions))
-        return Verdict(reward + self._task.format_reward * self._has_block, correct, parts)
-
-    def _programs(self, code: str) -> list[Program]:
-        limits = {"time_limit": self._task.time_limit, "memory_limit": self._task.memory_limit}
-        if isinstance(self._tests[0], StreamTest):
-            source = f"{self._preamble}\n{code}" if self._preamble else code
-            return [
-                Program(source, test.stdin, **limits)  # type: ignore[arg-type]
-                for test in self._tests
-                if isinstance(test, StreamTest)
-            ]
-        calls = [test.call for test in self._tests if isinstance(test, CallTest)]
-        names = [self._entry or "", "candidate"]
-        arguments = ", ".join(repr(value) for value in (self._source(code), calls, names))
-        return [Program(f"{_HARNESS}\n\nmain({arguments})\n", **limits)]  # type: ignore[arg-type]
-
-    def _source(self, code: str) -> str:
-        """The preamble and the code; a response that only continues the stub is put behind it."""
-        stub = self._preamble
-        if not stub:
-            return code
-        continues = self._entry and f"def {self._entry}" not in code and f"def {self._entry}" in stub
-        return f"{stub}\n{code}" if not continues else f"{stub}{code}"
-
-    def _passed(self, executions: list[Execution]) -> int:
-        if isinstance(self._tests[0], StreamTest):
-            return sum(
-                done.ok and isinstance(test, StreamTest) and test.accepts(done.stdout)
-                for test, done in zip(self._tests, executions, strict=True)
-            )
-        results = _results(executions[0]) if executions[0].ok else []
-        if len(results) != len(self._tests):
-            return 0
-        return sum(
-            isinstance(test, CallTest) and result[:1] == ["value"] and test.accepts(result[-1])
-            for test, result in zip(self._tests, results, strict=True)
-        )
-
-
-def extract_code(response: str, entry: str | None = None) -> tuple[bool, str]:
-    """Whether a response has a code block, and its code.
-
-    Of several blocks the last that defines `entry` counts, or the last. A block that the response's end
-    cuts off counts too. Without a block, the whole response is the code.
-
-    >>> extract_code("So:\\n```python\\nx = 1\\n```\\nThis sets x.")
-    (True, 'x = 1')
-    """
-    blocks = [match[1] for match in _BLOCK.finditer(response)]
-    if not blocks:
-        return False, response
-    defining = [block for block in blocks if entry and f"def {entry}" in block]
-    return True, (defining or blocks)[-1]
-
-
-def _results(done: Execution) -> list[list[Any]]:
-    """The results a harness wrote, which may be anything; [] where they are no list of lists."""
-    try:
-        results = json.loads(done.stdout)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(results, list) or not all(isinstance(result, list) and result for result in results):
-        return []
-    return results
 
 
 def _key(problem: Problem) -> str:

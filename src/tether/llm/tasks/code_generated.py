@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tether.llm.tasks.code_cases import CallTest, dump_tests
+from tether.llm.tasks.code_cases import CallTest, UnitTests
 from tether.llm.tasks.protocol import Problem
 
 _TESTS = 8
@@ -114,7 +114,7 @@ def draw_problem(rng: random.Random, steps: int, instruction: str) -> tuple[str,
     ]
     return text, Problem(
         [{"role": "user", "content": f"{text}\n\n{instruction}" if instruction else text}],
-        dump_tests(tests, "", "solve"),
+        UnitTests(tests, entry="solve").dump(),
         {"solution": f"```python\ndef solve(numbers):\n{body}\n```"},
     )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 from collections.abc import Callable
 from typing import Any
 
 from tether.errors import DataError
-from tether.llm.tasks.code_cases import CallTest, StreamTest, cases_from_assertions, dump_tests
+from tether.llm.tasks.code_assertions import Assertions
+from tether.llm.tasks.code_cases import CallTest, StreamTest, UnitTests
+from tether.llm.tasks.code_names import BUILTINS, USUAL, Context, undefined_names, without_unused_imports
 from tether.llm.tasks.protocol import Problem, Prompt
-
-_Tests = list[CallTest] | list[StreamTest]
 
 
 def problem_of_row(where: str, row: dict[str, Any], instruction: str) -> Problem:
@@ -28,7 +29,9 @@ def problem_of_row(where: str, row: dict[str, Any], instruction: str) -> Problem
         if row.get(field):
             try:
                 return read(where, row, instruction)
-            except (KeyError, TypeError, AttributeError, SyntaxError, json.JSONDecodeError) as error:
+            except DataError:
+                raise
+            except (LookupError, TypeError, AttributeError, SyntaxError, ValueError) as error:
                 raise DataError(
                     f"{where}: field {field!r} is malformed ({type(error).__name__}: {error}). Fix or remove "
                     "the row."
@@ -41,48 +44,55 @@ def problem_of_row(where: str, row: dict[str, Any], instruction: str) -> Problem
 
 def _own(where: str, row: dict[str, Any], instruction: str) -> Problem:
     """``tests``: a list of {"call", "expected"} or of {"input", "output"}."""
-    given, entry = row["tests"], row.get("entry")
+    given, preamble = row["tests"], row.get("preamble") or ""
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: 'tests' must be a list of tests. Fix or remove the row.")
-    if "call" in given[0]:
-        tests: _Tests = [
-            CallTest.of(test["call"], test["expected"], float(test.get("tolerance", 0.0))) for test in given
-        ]
+    if "call" not in given[0]:
+        streams = [StreamTest(str(test["input"]), str(test["output"])) for test in given]
+        tests = UnitTests(streams, preamble)
     else:
-        tests = [StreamTest(str(test["input"]), str(test["output"])) for test in given]
-    return _problem(
-        where, row["prompt"], instruction, tests, row.get("preamble", ""), entry, row.get("solution")
-    )
+        sources = [ast.parse(test["call"], mode="eval").body for test in given]
+        context = Context.of(preamble)
+        entry = _name(row.get("entry") or _called(sources, context, where))
+        assertions = Assertions(entry, where, context)
+        for source, test in zip(sources, given, strict=True):
+            assertions.compare(source, test["expected"], float(test.get("tolerance", 0.0)))
+        tests = UnitTests(assertions.finish(), preamble, entry)
+    return _problem(where, row["prompt"], instruction, tests, row.get("solution"))
 
 
 def _mbpp(where: str, row: dict[str, Any], instruction: str) -> Problem:
     """``test_list``: assertions as text; the task in ``text`` or ``prompt``; imports in ``test_imports``."""
-    source = "\n".join(row["test_list"])
-    statements = ast.parse(source).body
-    entry = _called(statements, where)
-    setup = row.get("test_imports") or row.get("test_setup_code") or ""
-    preamble = "\n".join(setup) if isinstance(setup, list) else setup
-    tests = cases_from_assertions(statements, entry, where)
-    prompt = f"{row.get('text') or row['prompt']}\n\nYour code should pass a test such as: {tests[0].call}"
-    return _problem(where, prompt, instruction, tests, preamble, entry, row.get("code"))
+    statements = ast.parse("\n".join(row["test_list"])).body
+    preamble = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""]).strip()
+    context = Context.of(preamble)
+    asserted = [statement.test for statement in statements if isinstance(statement, ast.Assert)]
+    entry = _called(asserted, context, where, row.get("code") or "")
+    assertions = Assertions(entry, where, context)
+    assertions.read(statements)
+    tests = assertions.finish()
+    preamble = without_unused_imports(preamble, assertions.names_inside)
+    prompt = (
+        f"{row.get('text') or row['prompt']}\n\nYour code should pass a test such as: {tests[0].calls[0]}"
+    )
+    return _problem(where, prompt, instruction, UnitTests(tests, preamble, entry), row.get("code"))
 
 
 def _human_eval(where: str, row: dict[str, Any], instruction: str) -> Problem:
     """``test``: a function check(candidate); the stub in ``prompt``, the name in ``entry_point``."""
-    entry = row["entry_point"]
-    checks = [
-        statement
-        for statement in ast.parse(row["test"]).body
-        if isinstance(statement, ast.FunctionDef) and statement.name == "check"
-    ]
+    entry, stub = _name(row["entry_point"]), row["prompt"]
+    statements = ast.parse(row["test"]).body
+    checks = [part for part in statements if isinstance(part, ast.FunctionDef) and part.name == "check"]
     if not checks:
         raise DataError(f"{where}: 'test' defines no function check. Fix or remove the row.")
-    tests = cases_from_assertions(checks[0].body, checks[0].args.args[0].arg, where)
-    stub = row["prompt"]
+    assertions = Assertions(entry, where, Context.of(stub), checks[0].args.args[0].arg)
+    assertions.define([statement for statement in statements if statement is not checks[0]])
+    assertions.read(checks[0].body)
+    # The stub is a whole function, its docstring being its body, so what it imports and defines is there.
+    tests = UnitTests(assertions.finish(), "\n".join([*assertions.imports, stub]), entry)
     prompt = f"Complete this function.\n\n```python\n{stub.rstrip()}\n```"
     solution = stub + row["canonical_solution"] if row.get("canonical_solution") else None
-    # The stub is a whole function, its docstring being its body, so what it imports and defines is there.
-    return _problem(where, prompt, instruction, tests, stub, entry, solution)
+    return _problem(where, prompt, instruction, tests, solution)
 
 
 def _apps(where: str, row: dict[str, Any], instruction: str) -> Problem:
@@ -101,15 +111,15 @@ def _inputs_outputs(where: str, prompt: Prompt, given: Any, instruction: str) ->
     if not inputs or len(inputs) != len(outputs):
         raise DataError(f"{where}: {len(inputs)} inputs and {len(outputs)} outputs. Fix or remove the row.")
     if entry is None:
-        tests: _Tests = [
-            StreamTest(_text(read), _text(written)) for read, written in zip(inputs, outputs, strict=True)
-        ]
+        tests = UnitTests(
+            [StreamTest(_text(read), _text(wanted)) for read, wanted in zip(inputs, outputs, strict=True)]
+        )
     else:
-        tests = [
-            CallTest.of(f"{entry}({', '.join(map(repr, arguments))})", value)
-            for arguments, value in zip(inputs, outputs, strict=True)
-        ]
-    return _problem(where, prompt, instruction, tests, "", entry, None)
+        calls = [f"{entry}({', '.join(map(repr, arguments))})" for arguments in inputs]
+        tests = UnitTests(
+            [CallTest.of(call, value) for call, value in zip(calls, outputs, strict=True)], "", _name(entry)
+        )
+    return _problem(where, prompt, instruction, tests, None)
 
 
 _FORMS: dict[str, Callable[[str, dict[str, Any], str], Problem]] = {
@@ -121,36 +131,38 @@ _FORMS: dict[str, Callable[[str, dict[str, Any], str], Problem]] = {
 }
 
 
-def _problem(
-    where: str,
-    prompt: Prompt,
-    instruction: str,
-    tests: _Tests,
-    preamble: str,
-    entry: str | None,
-    solution: str | None,
-) -> Problem:
+def _problem(where: str, prompt: Prompt, instruction: str, tests: UnitTests, solution: str | None) -> Problem:
     if isinstance(prompt, str):
         text = f"{prompt.strip()}\n\n{instruction}" if instruction else prompt.strip()
         prompt = [{"role": "user", "content": text}]
     if not prompt or not all(isinstance(message.get("content"), str) for message in prompt):
         raise DataError(f"{where}: the prompt is neither text nor messages. Fix or remove the row.")
+    missing = undefined_names(tests.preamble)
+    if missing:
+        raise DataError(
+            f"{where}: what runs before the program uses {min(missing)!r}, which is not defined there. "
+            "Define it there, or leave the row out."
+        )
+    try:
+        answer = tests.dump()
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
     metadata = {"solution": f"```python\n{solution.strip()}\n```"} if solution else {}
-    return Problem(list(prompt), dump_tests(tests, preamble, entry), metadata)
+    return Problem(list(prompt), answer, metadata)
 
 
-def _called(statements: list[ast.stmt], where: str) -> str:
-    """The function that every assertion calls and that Python does not have by itself."""
-    import builtins
+def _called(asserted: list[ast.expr], context: Context, where: str, solution: str = "") -> str:
+    """The function that every assertion calls and that neither Python nor the row's tests have by itself.
 
+    A solution that defines it tells where the function bears the name of one of Python's.
+    """
+    solved = {part.name for part in ast.parse(solution).body if isinstance(part, ast.FunctionDef)}
+    known = (BUILTINS | USUAL.keys()) - solved | context.names
     shared: set[str] | None = None
-    for statement in statements:
-        if isinstance(statement, ast.Assert):
-            names = {
-                part.func.id
-                for part in ast.walk(statement)
-                if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
-            } - set(dir(builtins))
+    for node in asserted:
+        calls = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+        names = {called.id for called in calls if isinstance(called, ast.Name)} - known
+        if names or not isinstance(node, ast.Constant):
             shared = names if shared is None else shared & names
     if not shared or len(shared) != 1:
         raise DataError(
@@ -158,6 +170,12 @@ def _called(statements: list[ast.stmt], where: str) -> str:
             f"({', '.join(sorted(shared or ())) or 'none'}). Fix or remove the row."
         )
     return shared.pop()
+
+
+def _name(entry: Any) -> str:
+    if not isinstance(entry, str) or not entry.isidentifier() or keyword.iskeyword(entry):
+        raise TypeError(f"{entry!r:.60} is no function's name")
+    return entry
 
 
 def _text(stream: Any) -> str:
