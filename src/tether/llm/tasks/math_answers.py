@@ -22,11 +22,15 @@ _LONGEST_LINE = 200
 
 _BOX = re.compile(r"\\boxed(?![A-Za-z])(?:\s*(\{))?")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# Relations other than equality; math-verify passes over them where it looks for numbers in prose.
+# Relations other than equality, of which math-verify passes over some.
 _RELATION = re.compile(
     r"\\(?:not|neq?|geq?|leq?|gt|lt|geqslant|leqslant|gtr|less|approx|simeq|sim|cong|equiv|propto|nless|ngtr)"
-    r"(?![A-Za-z])|[<>≠≤≥≈≉∼≃≅≡]|!=|~="
+    r"(?![A-Za-z])|(?<!\\left)(?<!\\right)[<>]|[≠≤≥≈≉∼≃≅≡]|!=|~="
 )
+# A remark inside a formula, which math-verify takes for a unit: 4 \text{ or 5}.
+_REMARK = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|rm)\s*\{[^{}]*?(?:(?<![\^\d])\d|\bnot\b)", re.ASCII)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{2,}")
 # What math-verify passes over: the base of a numeral (52_8) and the power of a unit (\\text{ cm}^2).
 _MARKS = (
     re.compile(r"\d_\{?(\d+)\}?", re.ASCII),
@@ -154,7 +158,7 @@ class MathVerifier:
             forms = []
         else:
             forms = _prose(final.strip(), answer)
-        return [form for form in forms if _marks_agree(form[0], answer) and _may_equal(form[0], answer)]
+        return [form for form in forms if _may_equal(form[0], answer)]
 
     def _judged(self, asked: dict[int, _Question]) -> dict[int, bool]:
         """Math-verify's judgement; the same question is asked once."""
@@ -177,19 +181,35 @@ class MathVerifier:
 
 
 def _prose(plain: str, answer: str) -> list[_Form]:
-    """The forms of a response without a box: a formula where it is short, and a text that ends in one."""
+    """The forms of a response without a box: a formula, or a text that ends in one, or perhaps either."""
     line = plain.rpartition("\n")[2][-_LONGEST_FORMULA:]
-    if _RELATION.search(line) and not _RELATION.search(answer):
+    if not _relations_agree(line, answer):
         return []
     prose = (plain[-_LONGEST_FORMULA:], False)
-    short = len(plain) <= _LONGEST_LINE and line == plain and plain.count("{") == plain.count("}")
-    return [(plain, True), prose] if short else [prose]
+    if len(plain) > _LONGEST_LINE or line != plain or plain.count("{") != plain.count("}"):
+        return [prose]
+    return [(plain, True), prose] if _WORD.search(_COMMAND.sub(" ", plain)) else [(plain, True)]
 
 
 def _may_equal(given: str, reference: str) -> bool:
-    """Whether a text is worth math-verify's time: of a sensible length, or a plain number."""
-    fitting = len(given) <= _LONGEST_FORMULA + 2 * len(reference)
-    return (fitting or agree(given, reference) is not None) and not units_differ(given, reference)
+    """Whether math-verify is to be asked: not of endless texts, nor where it would pass over a difference."""
+    fitting = len(given) <= _LONGEST_FORMULA + 2 * len(reference) or agree(given, reference) is not None
+    return (
+        fitting
+        and _marks_agree(given, reference)
+        and _relations_agree(given[-_LONGEST_FORMULA:].rpartition("\n")[2], reference)
+        and not units_differ(given, reference)
+        and (_REMARK.search(given) is None or _REMARK.search(reference) is not None)
+    )
+
+
+def _relations_agree(given: str, reference: str) -> bool:
+    r"""Whether a text states another relation than equality only where the reference does.
+
+    >>> _relations_agree("x = 4", "4"), _relations_agree(r"\neq 4", "4"), _relations_agree("x > 4", "4 < x")
+    (True, False, True)
+    """
+    return _RELATION.search(given) is None or _RELATION.search(reference) is not None
 
 
 def _marks_agree(given: str, reference: str) -> bool:

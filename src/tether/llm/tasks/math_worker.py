@@ -10,6 +10,7 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Eq  # type: ignore[import-untyped]
+from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 logging.disable(logging.CRITICAL)
 
@@ -38,8 +39,9 @@ def _is_absurd(found: Any) -> bool:
     if not isinstance(found, Basic):
         return False
     return any(
-        not equation.free_symbols and not verify(equation.lhs, equation.rhs, timeout_seconds=None)
+        not verify(equation.lhs, equation.rhs, timeout_seconds=None)
         for equation in found.atoms(Eq)
+        if not equation.free_symbols and not equation.atoms(AppliedUndef)  # f(2) = 4 names what is asked
     )
 
 
