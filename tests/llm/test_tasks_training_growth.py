@@ -17,8 +17,8 @@ from tether.llm.tasks.math_units import unit_of
 from tether.llm.tasks.thinking import after_thinking
 
 SIZE, TIMES, REPEATS = 8_000, 8, 5
-# A quadratic reader takes TIMES times longer still. Comparing half the pairs of the longer text's letters takes
-# more than LEAST_SECONDS even at 100,000 million comparisons a second.
+# A quadratic reader takes TIMES times longer still. Even 100,000 million comparisons a second would not be
+# enough to compare half the pairs of the longer text's letters in LEAST_SECONDS.
 MOST, LEAST_SECONDS = 1.5 * TIMES, 2e-2
 
 FAMILIES = [
@@ -87,15 +87,8 @@ FAMILIES = [
     ),
     *("#", "#1", "#1 ", ";", "1+1=2;", "1+", "\\!", "1,\\!", "{,}", "1{,}111", "_", "'", "’", "…"),
 ]
-FRAMES = [
-    "{}",
-    "4{}",
-    "\\boxed{{{}}}",
-    "\\boxed{{4{}x}}",
-    "<think>{}</think>\\boxed{{4}}",
-    "{}\\boxed{{4}}",
-    "{}x",
-]
+PLAIN = ["{}", "4{}x"]
+FRAMES = [*PLAIN, "\\boxed{{{}}}", "\\boxed{{4{}x}}", "<think>{}</think>\\boxed{{4}}", "{}\\boxed{{4}}"]
 
 
 class Silent:
@@ -136,9 +129,11 @@ def seconds(reader: Callable[[str], object], text: str) -> float:
 
 def grows_linearly(reader: Callable[[str], object], make: Callable[[int], str]) -> bool:
     short, long = make(SIZE), make(TIMES * SIZE)
+    if seconds(reader, long) < LEAST_SECONDS:
+        return True
     for _ in range(REPEATS):  # one good pair is enough: no chance makes a quadratic reader fast
         slow = min(seconds(reader, long) for _ in range(2))
-        if slow < LEAST_SECONDS or slow < MOST * min(seconds(reader, short) for _ in range(2)):
+        if slow < MOST * min(seconds(reader, short) for _ in range(2)):
             return True
     return False
 
@@ -148,7 +143,7 @@ def test_reading_takes_linear_time_whatever_is_repeated(name: str) -> None:
     slow = [
         (family, frame)
         for family in FAMILIES
-        for frame in FRAMES
+        for frame in (FRAMES if "math" in name or "box" in name else PLAIN)
         if not grows_linearly(
             READERS[name],
             lambda size, f=family, g=frame: g.format(f * (size // len(f))),  # type: ignore[misc]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import string
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -244,7 +244,7 @@ def refuse_answer(where: str, reason: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and abs(value) < math.inf
+    return isinstance(value, (bool, int, float)) and abs(value) <= sys.float_info.max
 
 
 def _words(text: str) -> list[str]:
