@@ -187,6 +187,11 @@ def test_a_box_that_says_something_else_is_not_paid(
         assert not lenient.check(given, reference).correct
 
 
+def test_a_relation_counts_on_whichever_line_of_the_box_it_stands(strict: MathVerifier) -> None:
+    assert strict.check("\\boxed{x =\n4}", "4").correct
+    assert not strict.check("\\boxed{x \\approx\n4}", "4").correct
+
+
 @pytest.mark.parametrize("last", ["1", "2"])
 @pytest.mark.parametrize("size", [17, 400, 5000, 100_000])
 def test_integers_are_compared_to_their_last_digit(strict: MathVerifier, size: int, last: str) -> None:

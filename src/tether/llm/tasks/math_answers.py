@@ -158,7 +158,7 @@ class MathVerifier:
             forms = []
         else:
             forms = _prose(final.strip(), answer)
-        return [form for form in forms if _may_equal(form[0], answer)]
+        return [form for form in forms if _may_equal(*form, answer)]
 
     def _judged(self, asked: dict[int, _Question]) -> dict[int, bool]:
         """Math-verify's judgement; the same question is asked once."""
@@ -191,13 +191,13 @@ def _prose(plain: str, answer: str) -> list[_Form]:
     return [(plain, True), prose] if _WORD.search(_COMMAND.sub(" ", plain)) else [(plain, True)]
 
 
-def _may_equal(given: str, reference: str) -> bool:
+def _may_equal(given: str, formula: bool, reference: str) -> bool:
     """Whether math-verify is to be asked: not of endless texts, nor where it would pass over a difference."""
     fitting = len(given) <= _LONGEST_FORMULA + 2 * len(reference) or agree(given, reference) is not None
     return (
         fitting
         and _marks_agree(given, reference)
-        and _relations_agree(given[-_LONGEST_FORMULA:].rpartition("\n")[2], reference)
+        and not (formula and not _relations_agree(given, reference))
         and not units_differ(given, reference)
         and (_REMARK.search(given) is None or _REMARK.search(reference) is not None)
     )
