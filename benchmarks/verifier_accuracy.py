@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tether.llm.tasks import GSM8KTask, MathTask, Split, Task
+from tether.llm.tasks.training import verify_all
 
 RESULTS = Path(__file__).parent / "results" / "verifier"
 PERTURBED = 200
@@ -58,32 +59,32 @@ def answers_of(task: Task, splits: tuple[Split, ...]) -> list[str]:
 
 def accept(count: Count, strict: Task, lenient: Task, answers: list[str]) -> None:
     """Every answer in every form; a bare answer counts only for the task that needs no box."""
+    distinct = sorted(set(answers))
     judged: dict[str, dict[str, bool]] = {}
+    for name, form in FORMS.items():
+        task = lenient if name == "plain" else strict
+        verdicts = verify_all(task, [form(answer) for answer in distinct], distinct)
+        judged[name] = {answer: verdict.correct for answer, verdict in zip(distinct, verdicts, strict=True)}
     for answer in answers:
-        if answer not in judged:
-            judged[answer] = {
-                name: (lenient if name == "plain" else strict).verify(form(answer), answer).correct
-                for name, form in FORMS.items()
-            }
         count.answers += 1
-        for name, correct in judged[answer].items():
-            count.forms[name] += correct
-            if not correct:
+        for name, correct in judged.items():
+            count.forms[name] += correct[answer]
+            if not correct[answer]:
                 count.failures.append(f"rejected {name}: {answer}")
 
 
 def reject(count: Count, strict: Task, lenient: Task, answers: list[str], rng: random.Random) -> None:
     """Changed answers, boxed and plain; one that is accepted in either form counts as accepted."""
-    for answer in rng.sample(answers, PERTURBED):
-        changed = perturb(answer, rng)
-        accepted = (
-            strict.verify(FORMS["with text"](changed), answer).correct
-            or lenient.verify(changed, answer).correct
-        )
+    chosen = rng.sample(answers, PERTURBED)
+    changed = [perturb(answer, rng) for answer in chosen]
+    boxed = verify_all(strict, [FORMS["with text"](text) for text in changed], chosen)
+    plain = verify_all(lenient, changed, chosen)
+    for text, answer, *verdicts in zip(changed, chosen, boxed, plain, strict=True):
+        accepted = any(verdict.correct for verdict in verdicts)
         count.perturbed += 1
         count.rejected += not accepted
         if accepted:
-            count.failures.append(f"accepted {changed} for {answer}")
+            count.failures.append(f"accepted {text} for {answer}")
 
 
 def perturb(answer: str, rng: random.Random) -> str:

@@ -52,6 +52,14 @@ class SandboxError(TetherError, RuntimeError):
     """The sandbox could not start a program, or was used while closed; never the program's own failure."""
 
 
+class JudgeFailedError(TetherError, RuntimeError):
+    """A check gave no verdict: the function raised an exception, or its process ended."""
+
+
+class JudgeTimeoutError(TetherError, TimeoutError):
+    """A check was stopped at its time limit."""
+
+
 class TetherWarning(UserWarning):
     """Something is allowed but very likely not what the user meant."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,16 +22,41 @@ def rows(start: int, end: int) -> list[dict[str, Any]]:
     return [{"q": f"Say {n}.", "a": n} for n in range(start, end)]
 
 
+CHECKS = """
+import math, os, sys, time
+from collections import namedtuple
+import numpy as np
+Verdict = namedtuple("Verdict", "reward correct parts", defaults=[{}])  # importing Tether's takes long
+def half(response, answer): return 0.5
+def starts(response, answer): return response.startswith(answer)
+def told(response, answer): return Verdict(0.25, True, {'length': float(len(response))})
+def numpys(response, answer): return np.float32(0.5) if answer else np.bool_(response == "yes")
+def broken(response, answer): return 'yes'
+def nothing(response, answer): return None
+def nan(response, answer): return math.nan
+def more(response, answer): return 1.5
+def less(response, answer): return -0.1
+def huge(response, answer): return Verdict(10**400, True)
+def endless(response, answer): return Verdict(math.inf, False)
+def partly(response, answer): return Verdict(1.0, True, {'part': math.nan})
+def vague(response, answer): return Verdict(1.0, 'yes')
+def raises(response, answer):
+    return 1 / len(response)
+def leaves(response, answer): sys.exit(0)
+def hostile(response, answer):
+    if response == "sleep": time.sleep(600)
+    if response == "memory": bytearray(2**50)
+    if response == "recursion": hostile.again = lambda: hostile.again(); hostile.again()
+    if response == "end": os._exit(0)
+    print("a remark that is no answer")
+    return response == answer
+VALUE = 3
+"""
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "my_checks.py").write_text(
-        "from tether.llm.tasks import Verdict\n"
-        "def half(response, answer): return 0.5\n"
-        "def starts(response, answer): return response.startswith(answer)\n"
-        "def told(response, answer): return Verdict(0.25, True, {'length': float(len(response))})\n"
-        "def broken(response, answer): return 'yes'\n"
-        "VALUE = 3\n"
-    )
+    (tmp_path / "my_checks.py").write_text(CHECKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "my_checks"
 
@@ -85,24 +111,26 @@ def test_prompts_may_be_conversations_and_answers_any_json(tmp_path: Path) -> No
         ("normalized", "London", "Paris", 0.0),
         ("number", "first 3, then 1,250.5 in all", "1250.50", 1.0),
         ("number", "12", "2", 0.0),
-        ("number", "none", "none", 0.0),
+        ("number", "none", "3", 0.0),
         ("math", r"\boxed{\frac{1}{2}}", "0.5", 1.0),
         ("math", "0.5", "0.5", 0.0),
         ("my_checks:half", "", "", 0.5),
         ("my_checks:starts", "abc", "ab", 1.0),
         ("my_checks:told", "abc", "ab", 0.25),
+        ("my_checks:numpys", "yes", "", 1.0),
+        ("my_checks:numpys", "yes", "x", 0.5),
     ],
 )
 def test_verifiers_by_name_and_import_path(
     module: str, verifier: str, response: str, answer: str, reward: float
 ) -> None:
-    assert CustomTask("x.jsonl", verifier=verifier).verify(response, answer).reward == reward
+    assert CustomTask("x.jsonl", verifier=verifier, seconds=60).verify(response, answer).reward == reward
 
 
 def test_a_verifiers_verdict_and_full_reward_decide_what_is_correct(module: str) -> None:
-    told = CustomTask("x.jsonl", verifier="my_checks:told").verify("abc", "")
+    told = CustomTask("x.jsonl", verifier="my_checks:told", seconds=60).verify("abc", "")
     assert told == Verdict(0.25, True, {"length": 3.0})
-    assert not CustomTask("x.jsonl", verifier="my_checks:half").verify("", "").correct
+    assert not CustomTask("x.jsonl", verifier="my_checks:half", seconds=60).verify("", "").correct
 
 
 @pytest.mark.parametrize(
@@ -113,16 +141,121 @@ def test_a_verifiers_verdict_and_full_reward_decide_what_is_correct(module: str)
         ("no_such_module:f", "cannot be imported.*no_such_module"),
         ("my_checks:VALUE", "is a int"),
         (":f", "Unknown verifier"),
+        ("__main__:f", "Move it to a module"),
     ],
 )
 def test_useless_verifiers_are_refused_at_once(module: str, verifier: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CustomTask("x.jsonl", verifier=verifier)
+        CustomTask("x.jsonl", verifier=verifier, seconds=60)
 
 
-def test_a_verifier_that_returns_something_else_is_named(module: str) -> None:
-    with pytest.raises(ConfigError, match=r"my_checks:broken.* gave 'yes'"):
-        CustomTask("x.jsonl", verifier="my_checks:broken").verify("", "")
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        ("broken", "gave 'yes'"),
+        ("nothing", "gave None"),
+        ("nan", "gave nan"),
+        ("more", r"gave 1\.5"),
+        ("less", r"gave -0\.1"),
+        ("huge", "gave .*reward.*1000"),
+        ("endless", "gave .*inf"),
+        ("partly", "gave .*nan"),
+        ("vague", "gave .*yes"),
+        ("raises", r"raised ZeroDivisionError: division by zero \(.*my_checks\.py, line 20\)\. Mend it"),
+        ("leaves", r"raised SystemExit: 0 \(.*my_checks\.py, line 21\)"),
+    ],
+)
+def test_a_verifier_that_raises_or_makes_no_sense_stops_and_is_named(
+    module: str, verifier: str, message: str
+) -> None:
+    task = CustomTask("x.jsonl", verifier=f"my_checks:{verifier}", seconds=60)
+    with pytest.raises(ConfigError, match=f"Verifier 'my_checks:{verifier}' {message}"):
+        task.verify("", "")
+
+
+@pytest.mark.parametrize("kind", ["sleep", "memory", "recursion", "end"])
+def test_a_response_that_stops_the_verifier_counts_as_wrong_and_is_counted(
+    module: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = CustomTask("x.jsonl", verifier="my_checks:hostile", seconds=2)
+    verdicts = task.verify_many(["a", kind, "b", kind, "c"], ["a", kind, "b", kind, "d"])
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert "judged 2 of 5 responses as wrong because it had to be stopped" in caplog.text
+    task.close()
+
+
+def test_a_verifier_may_give_tethers_own_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_checks.py").write_text(
+        "from tether.llm.tasks import Verdict\n"
+        "def told(response, answer): return Verdict(0.5, True, {'length': 3.0})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    verdict = CustomTask("x.jsonl", verifier="own_checks:told", seconds=60).verify("", "")
+    assert verdict == Verdict(0.5, True, {"length": 3.0})
+
+
+def test_a_verifier_is_not_imported_into_the_trainer(module: str) -> None:
+    CustomTask("x.jsonl", verifier="my_checks:half", seconds=60).verify("", "")
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("verifier", "response", "answer", "correct"),
+    [
+        ("normalized", "-5", "5", False),
+        ("normalized", "\u22125", "-5", True),
+        ("normalized", "It is -$5.", "it is -5", True),
+        ("normalized", "-.5", ".5", False),
+        ("normalized", "1.5", "15", False),
+        ("normalized", "1/2", "12", False),
+        ("normalized", "3-5", "35", False),
+        ("normalized", "x+y", "xy", False),
+        ("normalized", "a < b", "a > b", False),
+        ("normalized", "1,500 men", "1500 men", True),
+        ("normalized", "1,5", "15", False),
+        ("normalized", "well-known", "wellknown", True),
+        ("normalized", "**Paris** – (France)…", "paris france", True),
+        ("normalized", "- Paris", "paris", True),
+        ("normalized", "$5, or 50%", "5 or 50", True),
+        ("number", "12345678901234567", "12345678901234568", False),
+        ("number", "7" * 400, "7" * 399 + "8", False),
+        ("number", "7" * 400, "7" * 400 + ".0", True),
+        ("number", "0.1000000000000000055", "0.1", False),
+        ("number", "it is -5", "5", False),
+        ("number", "it is \u22125", "-5", True),
+        ("number", "from 10-12", "12", True),
+        ("number", "3/4", "4", False),
+        ("number", r"\frac{3}{4}", "4", False),
+        ("number", "2^5", "5", False),
+        ("number", "10^5", "5", False),
+        ("number", "10^5", "100,000", True),
+        ("number", "1.5e5", "5", False),
+        ("number", r"1.5 \times 10^{5}", "150000", True),
+        ("number", "<think>It is 4.</think> It is 5.", "4", False),
+        ("exact", "<think>yes</think>\nyes", "yes", True),
+        ("exact", "<think>yes", "yes", False),
+        ("math", r"<think>\boxed{4}</think>", "4", False),
+    ],
+)
+def test_named_verifiers_pay_no_look_alike(verifier: str, response: str, answer: str, correct: bool) -> None:
+    assert CustomTask("x.jsonl", verifier=verifier, seconds=60).verify(response, answer).correct is correct
+
+
+def test_a_reference_that_is_no_number_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "x.jsonl", [{"prompt": f"{n}?", "answer": "four" if n == 2 else n} for n in range(9)]
+    )
+    with pytest.raises(DataError, match=r"x\.jsonl:3: the answer 'four' is no number"):
+        CustomTask(file, verifier="number").problems("train")
+    with pytest.warns(TetherWarning, match="1 of 9 rows"):
+        CustomTask(file, verifier="number", bad_rows="skip").problems("train")
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "1?", "answer": ' + "7" * 5000 + "}", "[" * 100_000])
+def test_json_that_python_refuses_to_read_is_a_broken_row(tmp_path: Path, line: str) -> None:
+    (tmp_path / "x.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"x\.jsonl:1: "):
+        CustomTask(tmp_path / "x.jsonl").problems("train")
 
 
 def test_a_row_without_its_fields_is_named(tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ def test_answers_must_match_completions_in_number_and_kind() -> None:
         reward(["1+1="], [[]], answer=["2"])
 
 
+@pytest.mark.parametrize(("response", "reward"), [("strict", 0.0), ("kind", 0.5)])
+def test_a_subclass_that_replaces_verify_alone_is_asked_by_it(response: str, reward: float) -> None:
+    class Kind(GSM8KTask):
+        def verify(self, response: str, problem_answer: str) -> Verdict:
+            return Verdict(0.5 * (response == "kind"), False)
+
+    assert reward_function(Kind(DATA))(["?"], [response], answer=["4"]) == [reward]
+
+
+def test_an_answer_that_cannot_be_judged_in_time_leaves_the_others_of_its_batch() -> None:
+    reward = reward_function(GSM8KTask(DATA, seconds=2))
+    texts = [r"\boxed{18}", r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{\frac{36}{2}}", r"\boxed{17}"]
+    assert reward(["?"] * 4, texts, answer=["18"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
 def test_a_task_of_ones_own_needs_only_the_protocol() -> None:
     class Echo:
         name = "echo"
