@@ -33,6 +33,18 @@ def test_the_last_block_that_defines_the_function_is_the_code(
 
 
 @pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("<think>\n```python\nx = 1\n```\n</think>\n```python\nx = 2\n```", (True, "x = 2")),
+        ("Maybe\n```python\nx = 1\n```\n</think>x = 2", (False, "x = 2")),
+        ("<think>\n```python\nx = 1\n```", (False, "")),
+    ],
+)
+def test_code_that_was_only_thought_of_does_not_count(response: str, code: tuple[bool, str]) -> None:
+    assert extract_code(response) == code
+
+
+@pytest.mark.parametrize(
     "response", ["no block", "", "Use `f` or ``g``.", "```x = 1``` is code", "```json\n1\n```"]
 )
 def test_without_a_block_of_python_the_whole_response_is_the_code(response: str) -> None:

@@ -16,7 +16,7 @@ from tether.llm.sandbox import Sandbox
 from tether.llm.tasks.code_cases import UnitTests
 from tether.llm.tasks.code_generated import draw_problem
 from tether.llm.tasks.code_harness import OUTPUT
-from tether.llm.tasks.code_judge import Judge
+from tether.llm.tasks.code_judge import CodeJudge
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.generated import draw_distinct
 from tether.llm.tasks.hub import read_hub
@@ -158,7 +158,7 @@ class CodeTask:
             self._sandbox.open()
         tests = {answer: UnitTests.load(answer) for answer in problem_answers}
         pairs = list(zip(responses, problem_answers, strict=True))
-        judge = Judge(
+        judge = CodeJudge(
             self._sandbox,
             self.partial_credit,
             self.format_reward,

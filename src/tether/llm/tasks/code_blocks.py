@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from tether.llm.tasks.thinking import after_thinking
+
 _CODE = frozenset({"", "python", "py", "python3"})
 _TEXT = frozenset({"markdown", "md"})
 _DEEPER = 4
@@ -16,11 +18,12 @@ def extract_code(response: str, entry: str | None = None) -> tuple[bool, str]:
     A block stands between lines of at least three backquotes or tildes, the first of which may name Python
     and may follow other text; blocks that name another language do not count. Of several the last that
     defines the function `entry` counts, or the last. A block that the response's end cuts off counts too.
-    Without a block, the whole response is the code.
+    Without a block, the whole response is the code. What the model thought aloud is no part of its response.
 
     >>> extract_code("So:\\n```python\\nx = 1\\n```\\nThis sets x.")
     (True, 'x = 1')
     """
+    response = after_thinking(response)
     blocks = _blocks(response)
     if not blocks:
         return False, response

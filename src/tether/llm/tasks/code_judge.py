@@ -17,13 +17,13 @@ _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Judge:
+class CodeJudge:
     """What responses are judged by, besides their tests.
 
     >>> from tether.llm.tasks.code_cases import CallTest
     >>> with Sandbox(1) as sandbox:
     ...     tests = UnitTests([CallTest.of("f(1)", 2)], entry="f")
-    ...     Judge(sandbox).verdict("def f(x): return x + 1", tests).correct
+    ...     CodeJudge(sandbox).verdict("def f(x): return x + 1", tests).correct
     True
     """
 
