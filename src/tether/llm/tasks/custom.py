@@ -2,78 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import re
-import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, DataError
+from tether.llm.tasks.custom_verifiers import find_verifier, refuse_answer
 from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
-from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
-
-Verifier = Callable[[str, str], "bool | float | Verdict"]
-"""Takes a response and a reference answer; says whether it is right, its reward in [0, 1], or a verdict."""
-
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+", re.ASCII)
-_CORRECT = 1.0
-
-
-def exact(response: str, answer: str) -> bool:
-    """Whether the response is the answer, white space at its ends aside.
-
-    >>> exact(" yes\\n", "yes"), exact("Yes", "yes")
-    (True, False)
-    """
-    return response.strip() == answer.strip()
-
-
-def normalized(response: str, answer: str) -> bool:
-    """Whether they are the same words, whatever the case, punctuation and white space.
-
-    >>> normalized("The  capital: Paris!", "the capital paris")
-    True
-    """
-    return _words(response) == _words(answer)
-
-
-def number(response: str, answer: str) -> bool:
-    """Whether the last number of the response equals the answer.
-
-    >>> number("It is 1,250.50 dollars.", "1250.5"), number("none", "3")
-    (True, False)
-    """
-    found = _NUMBER.findall(response)
-    return bool(found) and _value(found[-1]) == _value(answer)
-
-
-class MathVerdict:
-    r"""The verifier ``"math"``: the answer in the last ``\boxed{}`` equals the reference, by math-verify.
-
-    >>> MathVerdict()(r"\boxed{\frac{2}{4}}", "0.5").correct
-    True
-    """
-
-    def __init__(self) -> None:
-        self._verifier = MathVerifier()
-
-    def __call__(self, response: str, answer: str) -> Verdict:
-        boxed = last_boxed(response)
-        correct = boxed is not None and self._verifier.check(f"\\boxed{{{boxed}}}", answer)
-        return Verdict(float(correct), correct, {"boxed": float(boxed is not None)})
-
-
-VERIFIERS: dict[str, Callable[[], Verifier]] = {
-    "exact": lambda: exact,
-    "normalized": lambda: normalized,
-    "number": lambda: number,
-    "math": MathVerdict,
-}
-"""Verifiers by name."""
 
 
 class CustomTask:
@@ -84,8 +22,8 @@ class CustomTask:
             prompt; or a folder with ``train.jsonl``, ``test.jsonl`` and optionally ``validation.jsonl``
             (without it, a tenth of the training prompts).
         verifier: A name of `VERIFIERS`, or an import path ``"package.module:function"`` of a function that
-            takes (response, answer) and gives a bool, a reward in [0, 1] or a `Verdict`. It runs in this
-            process: it is your code. It must not execute the response.
+            takes (response, answer) and gives a bool, a reward in [0, 1] or a `Verdict`. It is your code,
+            runs with your rights in a process of its own, and must not execute the response.
         prompt_field: The field with the prompt, as text or as a list of messages.
         answer_field: The field with the reference answer: text, or anything else, which is given to the
             verifier as JSON.
@@ -93,6 +31,7 @@ class CustomTask:
         chat: Whether text prompts become a user's message, to be rendered by a chat template.
         max_response_tokens: A response length that suits the task.
         bad_rows: Whether a broken row is refused, or skipped with a warning that counts them.
+        seconds: Time limit of checking one answer; a check that takes longer counts as wrong.
 
     Raises:
         ConfigError: A verifier that is unknown, cannot be imported or called.
@@ -114,6 +53,7 @@ class CustomTask:
         chat: bool = True,
         max_response_tokens: int = 256,
         bad_rows: BadRows = "refuse",
+        seconds: float = 2.0,
     ) -> None:
         if max_response_tokens < 1:
             raise ConfigError(f"max_response_tokens is {max_response_tokens}; give at least 1.")
@@ -124,8 +64,7 @@ class CustomTask:
         self.instruction = instruction
         self.chat = chat
         self.max_response_tokens = max_response_tokens
-        self._verifier_name = verifier
-        self._verifier = _find_verifier(verifier)
+        self._verifier = find_verifier(verifier, seconds)
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """Read the problems of a split, shuffled by `seed`; a test prompt is in no other split.
@@ -147,18 +86,21 @@ class CustomTask:
     def verify(self, response: str, problem_answer: str) -> Verdict:
         """Ask the verifier; a reward of 1 counts as correct.
 
+        Verifiers by name read what follows the response's thinking; one by import path gets all of it.
+
         Raises:
-            ConfigError: The verifier gives something else than a bool, a number in [0, 1] or a verdict.
+            ConfigError: The verifier raises, or gives something else than a bool, a number in [0, 1] or a
+                verdict of finite numbers.
         """
-        given = self._verifier(response, problem_answer)
-        if isinstance(given, Verdict):
-            return given
-        if isinstance(given, (bool, int, float)) and 0 <= given <= 1:
-            return Verdict(float(given), float(given) == _CORRECT, {})
-        raise ConfigError(
-            f"Verifier {self._verifier_name!r} gave {given!r:.100}. Let it return a bool, a reward in [0, 1] "
-            "or a Verdict."
-        )
+        return self.verify_many([response], [problem_answer])[0]
+
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """The verdicts `verify` would give, in order, several checked at a time."""
+        return self._verifier.verdicts(responses, problem_answers)
+
+    def close(self) -> None:
+        """Let go of the process that checks; a later check starts another."""
+        self._verifier.close()
 
     def _rows(self, split: Split) -> list[tuple[str, dict[str, Any]]]:
         if not self.path.is_dir():
@@ -201,6 +143,7 @@ class CustomTask:
         prompt = self._field(where, row, self.prompt_field)
         answer = self._field(where, row, self.answer_field)
         text = answer if isinstance(answer, str) else _json(answer)
+        refuse_answer(where, self._verifier.check_answer(text))
         if isinstance(prompt, str):
             content = f"{prompt}\n\n{self.instruction}" if self.instruction else prompt
             return Problem([{"role": "user", "content": content}] if self.chat else content, text)
@@ -211,30 +154,6 @@ class CustomTask:
                 "row."
             )
         return Problem(prompt, text)
-
-
-def _find_verifier(name: str) -> Verifier:
-    """A verifier by name or import path.
-
-    >>> _find_verifier("operator:eq")("1", "1")
-    True
-    """
-    if name in VERIFIERS:
-        return VERIFIERS[name]()
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ConfigError(
-            f"Unknown verifier {name!r}. Use one of: {', '.join(VERIFIERS)}, or an import path such as "
-            "'package.module:function'."
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Verifier {name!r} cannot be imported: {error}. Check the path.") from error
-    if not callable(found):
-        raise ConfigError(f"Verifier {name!r} is a {type(found).__name__}. Name a function.")
-    verifier: Verifier = found
-    return verifier
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -248,14 +167,3 @@ def _is_conversation(prompt: Any) -> bool:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _words(text: str) -> list[str]:
-    return text.casefold().translate(str.maketrans("", "", string.punctuation)).split()
-
-
-def _value(text: str) -> float | None:
-    try:
-        return float(text.replace(",", "").strip().rstrip("."))
-    except ValueError:
-        return None

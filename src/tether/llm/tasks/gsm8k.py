@@ -10,7 +10,7 @@ from typing import Any
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks.hub import read_hub
 from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
-from tether.llm.tasks.math_answers import MathVerifier, last_boxed
+from tether.llm.tasks.math_answers import MathVerifier
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
 HUB_NAME = "openai/gsm8k"
@@ -55,7 +55,7 @@ class GSM8KTask:
         path: str | Path | None = None,
         instruction: str = INSTRUCTION,
         require_boxed: bool = True,
-        seconds: float = 5.0,
+        seconds: float = 2.0,
         bad_rows: BadRows = "refuse",
     ) -> None:
         if not isinstance(instruction, str):
@@ -65,7 +65,7 @@ class GSM8KTask:
         self.require_boxed = require_boxed
         self.max_response_tokens = 512
         self.bad_rows = check_bad_rows(bad_rows)
-        self._verifier = MathVerifier(seconds)
+        self._verifier = MathVerifier(seconds, require_boxed)
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """Read the problems of a split, shuffled by `seed`.
@@ -95,16 +95,22 @@ class GSM8KTask:
     def verify(self, response: str, problem_answer: str) -> Verdict:
         r"""Reward 1 if the answer in the response's last ``\boxed{}`` equals the reference, 0 otherwise.
 
+        Only what follows the response's thinking counts, and a last box that is not closed is no answer.
         Equality is math-verify's: ``\frac{10}{2}``, ``5.0`` and ``\$5`` equal 5. Part ``"boxed"`` is 1 when
-        the response has a complete box.
+        the response ends in a complete box.
         """
-        boxed = last_boxed(response)
-        parts = {"boxed": float(boxed is not None)}
-        if boxed is None and (self.require_boxed or not response.strip()):
-            return Verdict(0.0, False, parts)
-        candidate = response if boxed is None else f"\\boxed{{{boxed}}}"
-        correct = self._verifier.check(candidate, problem_answer)
-        return Verdict(float(correct), correct, parts)
+        return self.verify_many([response], [problem_answer])[0]
+
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """The verdicts `verify` would give, in order, several checked at a time."""
+        return [
+            Verdict(float(correct), correct, {"boxed": float(boxed)})
+            for correct, boxed in self._verifier.check_many(responses, problem_answers)
+        ]
+
+    def close(self) -> None:
+        """Let go of the process that checks; a later check starts another."""
+        self._verifier.close()
 
     def _rows(self, split: Split) -> _Rows:
         if self.path is not None and not self.path.is_dir():

@@ -128,6 +128,8 @@ def _parse_row(line: bytes, where: str, fields: Sequence[str]) -> dict[str, Any]
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}). Fix or remove the line."
         ) from error
+    except (ValueError, RecursionError) as error:  # an integer of too many digits, too deep a nesting
+        raise DataError(f"{where}: JSON that cannot be read ({error}). Fix or remove the line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}, not an object. Give one JSON object a line.")
     check_fields(row, where, fields)

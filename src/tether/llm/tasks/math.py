@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,12 +34,6 @@ FILES: dict[str, str] = {
 }
 """What the files of a data folder are called."""
 
-_PLAIN_LENGTH = 200
-# What math-verify passes over: the base of a numeral (52_8) and the power of a unit (\\text{ cm}^2).
-_MARKS = (
-    re.compile(r"\d_\{?(\d+)\}?", re.ASCII),
-    re.compile(r"\\(?:text|mbox|mathrm|rm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?", re.ASCII),
-)
 _Rows = list[tuple[str, dict[str, Any]]]
 
 
@@ -82,7 +76,7 @@ class MathTask:
         instruction: str = INSTRUCTION,
         require_boxed: bool = True,
         box_reward: float = 0.0,
-        seconds: float = 5.0,
+        seconds: float = 2.0,
         bad_rows: BadRows = "refuse",
     ) -> None:
         if benchmark not in get_args(Benchmark):
@@ -101,7 +95,7 @@ class MathTask:
         self.box_reward = box_reward
         self.max_response_tokens = 1024
         self.bad_rows = check_bad_rows(bad_rows)
-        self._verifier = MathVerifier(seconds)
+        self._verifier = MathVerifier(seconds, require_boxed)
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """Read the problems of a split, shuffled by `seed`.
@@ -129,25 +123,26 @@ class MathTask:
     def verify(self, response: str, problem_answer: str) -> Verdict:
         r"""Reward 1 if the answer in the response's last ``\boxed{}`` equals the reference, 0 otherwise.
 
+        Only what follows the response's thinking counts, and a last box that is not closed is no answer.
         Equality is math-verify's: fractions and decimals, sets, intervals, matrices and equations are
-        compared by meaning. Part ``"boxed"`` is 1 when the response has a complete box.
+        compared by meaning. Part ``"boxed"`` is 1 when the response ends in a complete box.
         """
-        boxed = last_boxed(response)
-        correct = _marks_agree(response if boxed is None else boxed, problem_answer) and any(
-            self._verifier.check(form, problem_answer) for form in self._forms(response, boxed)
-        )
-        reward = float(correct) + self.box_reward * (boxed is not None)
-        return Verdict(reward, correct, {"correct": float(correct), "boxed": float(boxed is not None)})
+        return self.verify_many([response], [problem_answer])[0]
 
-    def _forms(self, response: str, boxed: str | None) -> list[str]:
-        """The texts in which an answer is looked for, in order."""
-        if boxed is not None:
-            return [f"\\boxed{{{boxed}}}"]
-        plain = response.strip()
-        if self.require_boxed or not plain:
-            return []
-        short = len(plain) <= _PLAIN_LENGTH and "\n" not in plain and plain.count("{") == plain.count("}")
-        return [f"\\boxed{{{plain}}}", plain] if short else [plain]
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """The verdicts `verify` would give, in order, several checked at a time."""
+        return [
+            Verdict(
+                float(correct) + self.box_reward * boxed,
+                correct,
+                {"correct": float(correct), "boxed": float(boxed)},
+            )
+            for correct, boxed in self._verifier.check_many(responses, problem_answers)
+        ]
+
+    def close(self) -> None:
+        """Let go of the process that checks; a later check starts another."""
+        self._verifier.close()
 
     def _rows(self, split: Split) -> _Rows:
         if self.path is not None and not self.path.is_dir():
@@ -176,19 +171,6 @@ class MathTask:
         return Problem([{"role": "user", "content": content}], _answer(where, row), metadata)
 
 
-def _marks_agree(given: str, reference: str) -> bool:
-    r"""Whether bases of numerals and powers of units, where both texts have them, are the same.
-
-    >>> _marks_agree("52_{8}", "52_8"), _marks_agree("52_9", "52_8"), _marks_agree("52", "52_8")
-    (True, False, True)
-    """
-    for pattern in _MARKS:
-        found, wanted = pattern.findall(given), pattern.findall(reference)
-        if found and wanted and found != wanted:
-            return False
-    return True
-
-
 def _key(row: dict[str, Any]) -> str:
     """A problem's identity: its text without differences in white space."""
     return " ".join(row["problem"].split())
@@ -205,7 +187,7 @@ def _answer(where: str, row: dict[str, Any]) -> str:
         answer = last_boxed(row["solution"])
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer):
         return str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(

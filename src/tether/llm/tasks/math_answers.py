@@ -1,96 +1,143 @@
-"""Checking mathematical answers with math-verify, under a time limit that holds in any thread."""
+"""Whether a response's mathematical answer is the reference: where it stands, and math-verify's judgement."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
 import logging
-import queue
-import subprocess
-import sys
-import threading
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from tether.errors import InvalidInputError, MissingDependencyError
+from tether.errors import MissingDependencyError
+from tether.llm.tasks.judge import Judge
+from tether.llm.tasks.math_numbers import agree
+from tether.llm.tasks.math_units import units_differ
+from tether.llm.tasks.thinking import after_thinking
 
 _log = logging.getLogger(__name__)
 
-_START_SECONDS = 120.0
+_CHECK = f"{Path(__file__).with_name('math_worker.py')}:check"
+_LONGEST_FORMULA = 4096
+_LONGEST_LINE = 200
+
+_BOX = re.compile(r"\\boxed(?![A-Za-z])(?:\s*(\{))?")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# Relations other than equality; math-verify passes over them where it looks for numbers in prose.
+_RELATION = re.compile(
+    r"\\(?:not|neq?|geq?|leq?|gt|lt|geqslant|leqslant|gtr|less|approx|simeq|sim|cong|equiv|propto|nless|ngtr)"
+    r"(?![A-Za-z])|[<>≠≤≥≈≉∼≃≅≡]|!=|~="
+)
+# What math-verify passes over: the base of a numeral (52_8) and the power of a unit (\\text{ cm}^2).
+_MARKS = (
+    re.compile(r"\d_\{?(\d+)\}?", re.ASCII),
+    re.compile(r"\\(?:text|mbox|mathrm|rm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?", re.ASCII),
+)
+
+
+_Form = tuple[str, bool]  # a text, and whether it is a formula as a whole
+_Question = tuple[list[_Form], str]  # the forms of a response, and the reference
+
+
+class Checked(NamedTuple):
+    """What checking one response found."""
+
+    correct: bool
+    """Whether its answer is the reference."""
+    boxed: bool
+    """Whether it ends in a complete box."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Give what the last complete ``\boxed{...}`` of a text holds, or None.
+    r"""Give what the last ``\boxed{...}`` of a text holds, or None where there is none or it is not closed.
+
+    Of boxes inside one another the outer one counts. Braces that TeX would print (``\{``) do not.
 
     >>> last_boxed(r"so \boxed{3}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
-    >>> last_boxed(r"\boxed{unfinished") is None
+    >>> last_boxed(r"\boxed{3}, no: \boxed{unfinished") is None
     True
     """
-    opening = r"\boxed{"
-    start = text.rfind(opening)
-    while start >= 0:
-        inside = start + len(opening)
-        depth = 1
-        for position in range(inside, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[inside:position]
-        start = text.rfind(opening, 0, start)
+    found = None
+    opening = _BOX.search(text)
+    while opening is not None:
+        end = _closing(text, opening.end()) if opening[1] else None
+        if end is None:
+            return None
+        found = text[opening.end() : end]
+        opening = _BOX.search(text, end)
+    return found
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the brace that was opened before `start` is closed."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
     return None
 
 
-class MathVerifier:
-    """Decide whether a response's mathematical answer equals a reference, within a time limit.
+def _unwrapped(content: str) -> str:
+    """A box's content; where that is one more box and nothing else, what is in there."""
+    content = content.strip()
+    opening = _BOX.match(content)
+    if opening is None or not opening[1] or _closing(content, opening.end()) != len(content) - 1:
+        return content
+    return content[opening.end() : -1]
 
-    Some expressions keep a computer-algebra system busy for ever. math-verify guards against that with
-    signals, which only a main thread may use; here the check runs in a process of its own that is ended
-    when it takes too long, so any thread may ask. The process starts with the first check and is shared
-    by all threads, one check at a time.
+
+class MathVerifier:
+    r"""Decide whether the answer in a response's last ``\boxed{}`` equals a reference, within a time limit.
+
+    Equality is math-verify's, which runs in a `Judge`: some expressions keep a computer-algebra system busy
+    for ever. Plain numbers are compared here, exactly. Not paid are, beside wrong values: another unit, base
+    or power than the reference's, an equation between numbers that is not true, and what stands in the
+    response's thinking.
 
     Args:
-        seconds: Time limit of one check.
+        seconds: Time limit of one check; one that takes longer counts as wrong, with a warning.
+        require_boxed: False also accepts a response without a box whose one line, or last expression, is
+            the answer.
 
     Raises:
         InvalidInputError: `seconds` is not positive.
         MissingDependencyError: (from `check`) math-verify cannot be imported.
 
     >>> with MathVerifier() as verifier:
-    ...     verifier.check(r"\\boxed{0.5}", "1/2")
-    True
+    ...     verifier.check(r"\boxed{0.5}", "1/2")
+    Checked(correct=True, boxed=True)
     """
 
-    def __init__(self, seconds: float = 5.0) -> None:
-        if not seconds > 0:
-            raise InvalidInputError(f"The time limit is {seconds} s; give a positive one.")
-        self.seconds = seconds
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str] = queue.Queue()
+    def __init__(self, seconds: float = 2.0, require_boxed: bool = True) -> None:
+        self.require_boxed = require_boxed
+        self._judge = Judge(_CHECK, seconds=seconds)
 
-    def check(self, response: str, answer: str) -> bool:
-        """Say whether `response` gives `answer`; a check that does not end in time counts as wrong."""
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the worker died: noticed below as an empty answer
-                process.stdin.write(json.dumps([response, answer]) + "\n")
-                process.stdin.flush()
-            line = self._read(self.seconds)
-            if line:
-                return bool(json.loads(line))
-            _log.warning(
-                "Checking an answer against %r %s; it counts as wrong.",
-                answer,
-                f"took longer than {self.seconds:g} s" if line is None else "ended math-verify's process",
-            )
-            self._stop()
-            return False
+    def check(self, response: str, answer: str) -> Checked:
+        """Check one response."""
+        return self.check_many([response], [answer])[0]
+
+    def check_many(self, responses: Sequence[str], answers: Sequence[str]) -> list[Checked]:
+        """Check responses against their answers, in order; a few at a time, each on its own clock."""
+        boxes: list[bool] = []
+        known: dict[int, bool] = {}
+        asked: dict[int, _Question] = {}
+        for place, (response, answer) in enumerate(zip(responses, answers, strict=True)):
+            final = after_thinking(response)
+            boxed = last_boxed(final)
+            boxes.append(boxed is not None)
+            forms = self._forms(final, boxed, answer)
+            same = agree(forms[0][0], answer) if forms else False
+            if same is None:
+                asked[place] = (forms, answer)
+            else:
+                known[place] = same
+        known |= self._judged(asked)
+        return [Checked(known[place], boxed) for place, boxed in enumerate(boxes)]
 
     def close(self) -> None:
-        """End the process; a later check starts another."""
-        with self._lock:
-            self._stop()
+        """Let go of the process; a later check starts another."""
+        self._judge.close()
 
     def __enter__(self) -> MathVerifier:
         return self
@@ -98,56 +145,61 @@ class MathVerifier:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._stop()
-        worker = Path(__file__).with_name("math_worker.py")
-        self._answers = queue.Queue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(worker)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
-        threading.Thread(target=_pump, args=(self._process, self._answers), daemon=True).start()
-        atexit.register(self._stop)
-        if not self._read(_START_SECONDS):
-            self._stop()
-            raise MissingDependencyError(
-                "math-verify's process did not start; `python -c 'import math_verify'` shows why. "
-                "Install tether-rl[llm]."
-            )
-        return self._process
+    def _forms(self, final: str, boxed: str | None, answer: str) -> list[_Form]:
+        """The texts that may hold the answer."""
+        if boxed is not None:
+            content = _unwrapped(boxed)
+            forms = [] if r"\boxed" in content or r"\fbox" in content else [(content, True)]
+        elif self.require_boxed or _BOX.search(final) or not final.strip():
+            forms = []
+        else:
+            forms = _prose(final.strip(), answer)
+        return [form for form in forms if _marks_agree(form[0], answer) and _may_equal(form[0], answer)]
 
-    def _read(self, seconds: float) -> str | None:
-        """The worker's next line, "" when it has ended, None when it is late."""
+    def _judged(self, asked: dict[int, _Question]) -> dict[int, bool]:
+        """Math-verify's judgement; the same question is asked once."""
+        calls = {repr(question): question for question in asked.values()}
         try:
-            return self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
+            outcomes = dict(zip(calls, self._judge.ask_many(list(calls.values())), strict=True))
+        except MissingDependencyError as error:
+            raise MissingDependencyError(
+                f"Mathematics is checked with math-verify: {error} Install tether-rl[llm]."
+            ) from error
+        failed = [outcome for outcome in outcomes.values() if outcome.failure is not None]
+        if failed:
+            _log.warning(
+                "%d of %d different answers count as wrong because they could not be checked: %d took longer "
+                "than %g s. The first: %s",
+                *(len(failed), len(outcomes), sum(each.failure == "timeout" for each in failed)),
+                *(self._judge.seconds, failed[0].reason),
+            )
+        return {place: bool(outcomes[repr(question)].value) for place, question in asked.items()}
 
-    def _stop(self) -> None:
-        atexit.unregister(self._stop)
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError, OSError):
-                    stream.close()
+
+def _prose(plain: str, answer: str) -> list[_Form]:
+    """The forms of a response without a box: a formula where it is short, and a text that ends in one."""
+    line = plain.rpartition("\n")[2][-_LONGEST_FORMULA:]
+    if _RELATION.search(line) and not _RELATION.search(answer):
+        return []
+    prose = (plain[-_LONGEST_FORMULA:], False)
+    short = len(plain) <= _LONGEST_LINE and line == plain and plain.count("{") == plain.count("}")
+    return [(plain, True), prose] if short else [prose]
 
 
-def _pump(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
-    """Move the worker's lines to a queue, and "" after the last."""
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            answers.put(line)
-    except ValueError:
-        _log.debug("math-verify's process was stopped while it answered.")
-    answers.put("")
+def _may_equal(given: str, reference: str) -> bool:
+    """Whether a text is worth math-verify's time: of a sensible length, or a plain number."""
+    fitting = len(given) <= _LONGEST_FORMULA + 2 * len(reference)
+    return (fitting or agree(given, reference) is not None) and not units_differ(given, reference)
+
+
+def _marks_agree(given: str, reference: str) -> bool:
+    r"""Whether bases of numerals and powers of units, where both texts have them, are the same.
+
+    >>> _marks_agree("52_{8}", "52_8"), _marks_agree("52_9", "52_8"), _marks_agree("52", "52_8")
+    (True, False, True)
+    """
+    for pattern in _MARKS:
+        found, wanted = pattern.findall(given), pattern.findall(reference)
+        if found and wanted and found != wanted:
+            return False
+    return True

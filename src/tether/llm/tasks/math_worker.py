@@ -1,33 +1,56 @@
-"""The process that runs math-verify for `tether.llm.tasks.math_answers`; started by path, not imported.
+"""What a judge's process runs to check mathematics; imported there by path, since math-verify takes long.
 
-It reads one JSON list ``[response, answer]`` a line and writes one JSON boolean a line, after a first
-line that says it is ready. Its parent keeps the time and ends it when a check takes too long, so
-math-verify's own signal-based limits, which work in a main thread alone, stay off.
+math-verify guards its own work with signals; here the judge keeps the time, so they stay off.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, Eq  # type: ignore[import-untyped]
+
+logging.disable(logging.CRITICAL)
+
+# Else a box that is no formula (\neq 4) would count as the last number in it.
+_FORMULA = [LatexExtractionConfig()]
 
 
-def main() -> None:
-    """Answer checks until standard input ends."""
-    from math_verify import parse, verify
-
-    logging.disable(logging.CRITICAL)
-    answer_stream = sys.stdout
-    sys.stdout = sys.stderr  # nothing a library writes may mix with the answers
-    answer_stream.write("true\n")
-    answer_stream.flush()
-    for line in sys.stdin:
-        response, answer = json.loads(line)
-        found = parse(response, parsing_timeout=None)
-        correct = verify(parse(f"\\boxed{{{answer}}}", parsing_timeout=None), found, timeout_seconds=None)
-        answer_stream.write(json.dumps(bool(correct)) + "\n")
-        answer_stream.flush()
+def check(forms: list[tuple[str, bool]], answer: str) -> bool:
+    """Whether one of the forms of a response, each a text and whether it is a formula, gives `answer`."""
+    wanted = _parse(answer, formula=True)
+    for text, formula in forms:
+        found = _parse(text, formula)
+        if not any(_is_absurd(each) for each in found) and verify(wanted, found, timeout_seconds=None):
+            return True
+    return False
 
 
-if __name__ == "__main__":
-    main()
+def _parse(text: str, formula: bool) -> list[Any]:
+    if formula:
+        return list(parse(f"\\boxed{{{text}}}", extraction_config=_FORMULA, parsing_timeout=None))
+    return list(parse(text, parsing_timeout=None))
+
+
+def _is_absurd(found: Any) -> bool:
+    """Whether it holds an equation between numbers that is not true, such as 3 = 4."""
+    if not isinstance(found, Basic):
+        return False
+    return any(
+        not equation.free_symbols and not verify(equation.lhs, equation.rhs, timeout_seconds=None)
+        for equation in found.atoms(Eq)
+    )
+
+
+# What first checks load and tabulate, in sympy and in the grammar, the children then find ready. A reference
+# written in another way is given along, since equal texts are not looked at any further.
+_EXAMPLES = (
+    *("x + 1", "x^2 + 3x - 1", "p - q", r"3x^3 - \frac{2y}{5}", "y = 2x + 3", "f(x) = x^{2}", "x > 4"),
+    *("17", "-0.5", "10^5", "4:5", "50%", r"\frac{3}{4}", r"-\frac{1}{2}", r"3\sqrt{13}", r"2 + \sqrt{3}"),
+    *(r"2\pi", r"\frac{\pi}{2}", r"90^\circ", "3 + 4i", r"\log_2 6", r"\sin 4", r"5\text{ cm}^2"),
+    *("(3,4)", r"\left(-3, \frac{\pi}{2}\right)", "[2,4)", r"(-\infty, 2) \cup (3, \infty)", "x = 2, 3"),
+    *("5, 3, 7", r"\{1, 2\}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\text{even}", r"\text{(B)}"),
+)
+for _example in _EXAMPLES:
+    check([(_example, True), (f"The answer is ${_example}$.", False)], f"{_example} + 1")
