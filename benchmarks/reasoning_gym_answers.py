@@ -15,50 +15,66 @@ CONSTANTS = (
 )
 """Answers that need no look at the problem."""
 
-IN_ANY_ORDER = {
-    "countdown": "sums and products commute",
-    "intermediate_integration": "sums commute",
-    "polynomial_multiplication": "sums commute",
-    "prime_factorization": "products commute",
-    "puzzle24": "sums and products commute",
-    "quantum_lock": "a sequence as short that opens the lock is right",
-    "shortest_path": "a path as short is right",
-    "simple_integration": "sums commute",
-}
-"""Data sets in which the words or characters of a right answer may be right in another order, and why."""
+_ORDER = ("characters reversed", "words reversed")
+_ANOTHERS = "another problem's answer"
 
-ANOTHERS = {"quantum_lock": "a sequence as short that opens the lock is right"}
-"""Data sets in which the answer to another problem may be right by chance, and why."""
+MAY_BE_RIGHT: dict[str, tuple[tuple[str, ...], str]] = {
+    "countdown": (_ORDER, "sums and products commute"),
+    "cryptarithm": (("one number changed",), "any digits with which the sum holds are right"),
+    "n_queens": ((_ANOTHERS,), "any way to complete the board is right"),
+    "polynomial_multiplication": (_ORDER, "sums commute"),
+    "prime_factorization": (_ORDER, "products commute"),
+    "puzzle24": (_ORDER, "sums and products commute"),
+    "quantum_lock": ((*_ORDER, _ANOTHERS), "any sequence as short that opens the lock is right"),
+    "shortest_path": (_ORDER, "any path as short is right"),
+    "simple_integration": (_ORDER, "sums commute"),
+}
+"""Kinds of answers that are left out for a data set because they may happen to be right, and why."""
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_DECIMAL = re.compile(r"(?<=[0-9])\.(?=[0-9]*[1-9])[0-9]+")
 _EXPRESSION = re.compile(r"[0-9+\-*/() .^x]+")
 
 
-def blind(dataset: str, question: str, reference: str | None, others: Sequence[str]) -> Iterator[Answer]:
-    """Wrong answers made without the right one; `others` answer other problems of the data set."""
+def wrong(
+    dataset: str, question: str, reference: str | None, others: Sequence[str]
+) -> Iterator[tuple[bool, str, str]]:
+    """Answers that are wrong; `others` answer other problems of the data set.
+
+    Each comes as whether it was made without the right answer, its kind, and itself.
+    """
+    left_out, _ = MAY_BE_RIGHT.get(dataset, ((), ""))
+    made = [(True, *answer) for answer in _blind(question, others)]
+    if reference is not None:
+        made += [(False, *answer) for answer in _near(reference, others)]
+    for blind, kind, answer in made:
+        if kind not in left_out and (reference is None or not same(answer, reference)):
+            yield blind, kind, answer
+
+
+def _blind(question: str, others: Sequence[str]) -> Iterator[Answer]:
     yield from (("a constant", constant) for constant in CONSTANTS)
     yield "very long", "x" * 20_000
     yield "very long", "0 " * 10_000
     yield "the question", question
     expressions = [found.strip() for found in _EXPRESSION.findall(question)]
     yield "a formula of the question", max(expressions, key=len, default="")
-    if dataset not in ANOTHERS:
-        yield from (("another problem's answer", other) for other in others[:4])
+    yield from ((_ANOTHERS, other) for other in others[:4])
 
 
-def near(dataset: str, reference: str, others: Sequence[str]) -> Iterator[Answer]:
-    """Wrong answers made from the right one."""
+def _near(reference: str, others: Sequence[str]) -> Iterator[Answer]:
     numbers = list(_NUMBER.finditer(reference))
     for number in numbers[:1] + numbers[1:][-1:]:
         yield "one number changed", reference[: number.start()] + _off(number[0]) + reference[number.end() :]
+    if reference.count(".") >= 2 and _DECIMAL.search(reference):
+        yield "decimals dropped", _DECIMAL.sub("", reference)
     negated = _negated(reference)
     if negated is not None:
         yield "negated", negated
         yield "negated", f"The answer is {negated}."
     words = reference.split()
-    if dataset not in IN_ANY_ORDER:
-        yield "characters reversed", reference[::-1]
-        yield "words reversed", " ".join(words[::-1])
+    yield "characters reversed", reference[::-1]
+    yield "words reversed", " ".join(words[::-1])
     if len(words) >= 4:
         yield "its first half", " ".join(words[: len(words) // 2])
     if reference[-1:].isalpha() and not numbers:

@@ -59,6 +59,10 @@ answer does not score 1 or a wrong one does. Of the others, partial credit is re
 scores {ceiling} or more; elsewhere "best wrong answer" says what a near miss is paid. Some data sets give no
 answer of their own, so that only wrong ones were tried.
 
+Left out, because they may happen to be right:
+
+{left_out}
+
 `audit.json` has the rows with the answers, which forms of the right answer score 1 as well ("accepted") and
 which hostile answers were stopped ("stopped").
 
@@ -105,7 +109,7 @@ def audit(dataset: str) -> Row:
     except Exception as error:  # noqa: BLE001 - whatever keeps it from being built is the finding
         return {"verdict": f"it cannot be built at its default settings ({error})"}
     scorer = Scorer(dataset)
-    own: list[float] = []
+    own: dict[str, float] = {}
     wrong: list[Scored] = []
     accepted: set[str] = set()
     for entry in entries:
@@ -113,7 +117,7 @@ def audit(dataset: str) -> Row:
         reference = None if entry["answer"] is None else str(entry["answer"])
         wrong += _score_wrong(scorer, dataset, problem, entry, _others(entries, reference))
         if reference is not None:
-            own += [_number(found) for found in scorer.alone(problem, [reference])]
+            (own[reference],) = (_number(found) for found in scorer.alone(problem, [reference]))
             spelled = list(answers.forms(reference))
             scores = scorer.together(problem, [text for _, text in spelled])
             accepted |= {kind for (kind, _), score in zip(spelled, scores, strict=True) if score == 1}
@@ -136,27 +140,23 @@ def _score_wrong(
     scorer: Scorer, dataset: str, problem: str, entry: dict[str, Any], others: list[str]
 ) -> list[Scored]:
     reference = None if entry["answer"] is None else str(entry["answer"])
-    given = [*answers.blind(dataset, entry["question"], reference, others)]
-    known_blind = {kind for kind, _ in given}
-    if reference is not None:
-        given += answers.near(dataset, reference, others)
-    given = [
-        (kind if kind in known_blind else f"{NEAR}{kind}", text)
-        for kind, text in given
-        if reference is None or not answers.same(text, reference)
+    given = list(answers.wrong(dataset, entry["question"], reference, others))
+    scores = scorer.together(problem, [text for _, _, text in given])
+    return [
+        (score, kind if blind else f"{NEAR}{kind}", text, reference or "")
+        for (blind, kind, text), score in zip(given, scores, strict=True)
     ]
-    scores = scorer.together(problem, [text for _, text in given])
-    return [(score, kind, text, reference or "") for (kind, text), score in zip(given, scores, strict=True)]
 
 
-def _row(own: list[float], wrong: list[Scored], accepted: set[str], stopped: list[str]) -> Row:
+def _row(own: dict[str, float], wrong: list[Scored], accepted: set[str], stopped: list[str]) -> Row:
     wrong = sorted(wrong, key=lambda found: found[1].startswith(NEAR))  # show a blind one where there is
     worst = max(wrong, key=lambda found: found[0])
     blind = max((found for found in wrong if not found[1].startswith(NEAR)), key=lambda found: found[0])
-    row: Row = {"own": min(own) if own else None, "wrong": _shown(worst), "blind": _shown(blind)}
+    row: Row = {"own": min(own.values(), default=None), "wrong": _shown(worst), "blind": _shown(blind)}
     row |= {"answers": len(wrong), "accepted": sorted(accepted), "stopped": stopped, "verdict": "ok"}
-    if own and min(own) != 1:
-        row["verdict"] = f"its own answer scores {min(own):.3g}"
+    failed = [text for text, score in own.items() if score != 1]
+    if failed:
+        row["verdict"] = f"its own answer scores {own[failed[0]]:.3g} ({failed[0][:SHOWN]!r})"
     score, kind, text, reference = worst
     if score == 1:
         right = f" where {reference[:SHOWN]!r} is right" if reference else ""
@@ -217,6 +217,11 @@ def _summary(rows: dict[str, Row]) -> str:
     )
 
 
+def _left_out() -> str:
+    exceptions = answers.MAY_BE_RIGHT.items()
+    return "\n".join(f"- {name}: {', '.join(kinds)} ({reason})" for name, (kinds, reason) in exceptions)
+
+
 def write(rows: dict[str, Row]) -> None:
     """The raw results, the page with the table, and what the task reads."""
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -234,7 +239,8 @@ def write(rows: dict[str, Row]) -> None:
     text = json.dumps(packaged, indent=2, ensure_ascii=False, sort_keys=True)
     PACKAGED.write_text(text + "\n", encoding="utf-8")
     (RESULTS / "README.md").write_text(
-        PAGE.format(summary=_summary(rows), table=table(rows), ceiling=CEILING), encoding="utf-8"
+        PAGE.format(summary=_summary(rows), table=table(rows), left_out=_left_out(), ceiling=CEILING),
+        encoding="utf-8",
     )
 
 

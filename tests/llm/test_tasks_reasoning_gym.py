@@ -72,6 +72,16 @@ def test_the_last_complete_pair_of_tags_counts(response: str) -> None:
     assert tagged_answer(response) == FOUND[response]
 
 
+def test_tags_inside_the_thinking_do_not_count() -> None:
+    task = ReasoningGymTask("chain_sum")
+    problem, answer = _one(task)
+    tagged = f"<answer>{answer}</answer>"
+    earning = [f"<think>hm, <answer>0</answer></think> {tagged}", f"hm</think>{tagged}"]
+    nothing = [f"<think>{tagged}</think> 0", f"<think>hm {tagged}", f"{tagged}</think><answer>0</answer>"]
+    verdicts = task.verify_many([*earning, *nothing], [problem.answer] * 5)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
 def test_tags_are_needed_unless_told_otherwise() -> None:
     task = ReasoningGymTask("chain_sum")
     problem, answer = _one(task)
@@ -84,7 +94,10 @@ def test_tags_are_needed_unless_told_otherwise() -> None:
 
 ANSWERS_TO = {
     # reference: (answers that may be right, answers that cannot be)
-    "12": (["12", " 12.0 ", "+12", "24/2", "12.1"], ["-12", "12 apples", "13", "nan", "1e999", "", "١٢", "12/0"]),
+    "12": (
+        ["12", " 12.0 ", "+12", "24/2", "12.1"],
+        ["-12", "12 apples", "13", "nan", "1e999", "", "١٢", "12/0"],
+    ),
     "1200": (["1,200"], ["1,2,0,0", "12,00"]),
     "0": (["0", "0.0", "-0"], ["0.001", "", "1"]),
     "0.109375": (["7/64", "0.109"], ["0", "0/1", "0.10"]),

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import reasoning_gym
+from benchmarks.reasoning_gym_answers import HOSTILE
 from reasoning_gym.factory import DATASETS
 
-from benchmarks.reasoning_gym_answers import HOSTILE
 from tether.llm.tasks import ReasoningGymTask
 from tether.llm.tasks.judge import Judge
 from tether.llm.tasks.reasoning_gym import LONGEST_ANSWER, tagged_answer
-from tether.llm.tasks.reasoning_gym_scores import as_text, contradicts, evaluates_answers, is_harmless
+from tether.llm.tasks.reasoning_gym_scores import as_text, contradicts, is_harmless, may_run
+from tether.llm.tasks.thinking import after_thinking
 
 NAMES = sorted(set(DATASETS) - {"composite"})
 EVALUATING = {
@@ -84,7 +85,8 @@ sys.addaudithook(watch)
 for name in sorted(set(DATASETS) - {"composite"}):
     dataset = reasoning_gym.create_dataset(name, seed=11, size=1)
     compiled.clear()
-    for answer in ("marker", "[marker]", "marker + 1", "'marker'", "{'marker': 1}", "1 marker 2", '["marker"]'):
+    for form in ("{}", "[{}]", "{} + 1", "'{}'", "{{'{}': 1}}", "1 {} 2", '["{}"]', '{{"{}": 1}}'):
+        answer = form.format("marker")
         try:
             dataset.score_answer(answer, dict(dataset[0]))
         except Exception:
@@ -99,7 +101,7 @@ def test_the_scorers_that_run_an_answer_are_exactly_the_known_ones() -> None:
     watched = subprocess.run([sys.executable, "-c", _WATCH], capture_output=True, text=True, check=True)
     found = {line for line in watched.stderr.splitlines() if line in DATASETS}
     assert found == EVALUATING
-    assert found == {name for name in NAMES if evaluates_answers(DATASETS[name][0].__module__)}
+    assert found == {name for name in NAMES if may_run(name, DATASETS[name][0].__module__)}
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATING))
@@ -124,12 +126,32 @@ def test_a_scorer_alone_would_have_run_the_code(answer: str, tmp_path: Path) -> 
 
 
 HARMLESS = (
-    *("42", "-3.5", "6*(98 - 54) - 34", "x**2 - 3*x + C", "-exp(x)*sin(x) + C", "[[1, 2], [0, 1]]", "9**9**9"),
+    *(
+        "42",
+        "-3.5",
+        "6*(98 - 54) - 34",
+        "x**2 - 3*x + C",
+        "-exp(x)*sin(x) + C",
+        "[[1, 2], [0, 1]]",
+        "9**9**9",
+    ),
     *("ABC CBA", "2*X**(3/2)/3", "(x + 1)**3", "_ _ Q\nQ _ _", "exp(2*x)", "2**x", "x**(-1)", ".5*x"),
 )
 HARMFUL = (
     *("__import__('os')", "open('x')", "().__class__", "x.real", "[x for x in y]", "lambda: 0", "f'{x}'"),
-    *("'x'", '"x"', "x; y", "x = 1", "x.x", "1.0.x", "(x).exp", "ｅval(x)", "open(x)", "[__name__]", "x\\\ny"),
+    *(
+        "'x'",
+        '"x"',
+        "x; y",
+        "x = 1",
+        "x.x",
+        "1.0.x",
+        "(x).exp",
+        "ｅval(x)",
+        "open(x)",
+        "[__name__]",
+        "x\\\ny",
+    ),
 )
 
 
@@ -154,6 +176,8 @@ RESPONSES: dict[str, Callable[[int], str]] = {
     "opening tags, then one closing": lambda size: "<answer>" * (size // 8) + "</answer>",
     "one opening, then closing tags": lambda size: "<answer>" + "</answer>" * (size // 9),
     "pairs": lambda size: "<answer> 1 </answer>" * (size // 20),
+    "thinking opened": lambda size: "<think>" * (size // 7) + "<answer>1</answer>",
+    "thinking closed": lambda size: "</think><answer>1</answer>" * (size // 26),
     "beginnings of tags": lambda size: "<answer" * (size // 7) + "</answer" * (size // 8),
 }
 ANSWERS: dict[str, Callable[[int], str]] = {
@@ -185,7 +209,10 @@ def _growth(read: Callable[[str], object], text: Callable[[int], str], size: int
 
 @pytest.mark.parametrize("family", RESPONSES)
 def test_finding_the_answer_takes_linear_time(family: str) -> None:
-    assert _growth(tagged_answer, RESPONSES[family], 200_000) < 12
+    def read(response: str) -> None:
+        tagged_answer(after_thinking(response))
+
+    assert _growth(read, RESPONSES[family], 200_000) < 12
 
 
 @pytest.mark.parametrize("family", ANSWERS)

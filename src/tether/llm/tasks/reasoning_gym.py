@@ -16,6 +16,7 @@ from tether.llm.tasks.generated import DEFAULT_SIZES
 from tether.llm.tasks.judge import Judge, Outcome
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 from tether.llm.tasks.reasoning_gym_scores import as_text
+from tether.llm.tasks.thinking import after_thinking
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ class ReasoningGymTask:
     """Give a model problems of one reasoning-gym data set and score what it puts between answer tags.
 
     Problems are generated. Which split one belongs to is decided by a hash of its question, so none is
-    in two. An answer is scored in a process of its own, which is stopped after 2 s. Data sets whose
-    scorer pays wrong answers are refused; docs/tasks.md says which and what else an answer must satisfy.
+    in two. What follows a response's thinking is searched for the last complete pair of answer tags; what
+    it holds is scored in a process of its own, which is stopped after 2 s. Data sets whose scorer pays
+    wrong answers are refused; docs/tasks.md says which and what else an answer must satisfy.
 
     Args:
         dataset: The data set's name in reasoning-gym, such as ``"chain_sum"``.
@@ -139,10 +141,11 @@ class ReasoningGymTask:
     def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
         """The verdicts `verify` would give, in order; a few answers are scored at a time."""
         places = [_place(answer) for answer in problem_answers]
-        tagged = [tagged_answer(response) for response in responses]
+        finals = [after_thinking(response) for response in responses]
+        tagged = [tagged_answer(final) for final in finals]
         answers = [
-            response.strip() if answer is None and not self.require_tag else answer or ""
-            for response, answer in zip(responses, tagged, strict=True)
+            final.strip() if answer is None and not self.require_tag else answer or ""
+            for final, answer in zip(finals, tagged, strict=True)
         ]
         asked = [index for index, answer in enumerate(answers) if 0 < len(answer) <= LONGEST_ANSWER]
         outcomes = self._judge.ask_many([(self._entry_text(*places[i]), answers[i]) for i in asked])

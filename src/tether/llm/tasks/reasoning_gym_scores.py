@@ -7,7 +7,6 @@ does with it is bounded by the judge.
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import math
 import re
@@ -15,10 +14,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Calls that run text as Python. Several scorers of reasoning-gym apply them to the answer itself.
+# Calls that run text as Python. Several scorers of reasoning-gym apply them to the answer itself; four
+# data sets run a text of their own alone.
 _EVALUATES = re.compile(
     r"(?<![\w.])(?:eval|exec)\(|\bsympify\(|\bimport parse_expr\b|\b(?:sp|sympy)\.parse_expr\("
 )
+_RUN_THEIR_OWN = frozenset(["basic_arithmetic", "bitwise_arithmetic", "codeio", "number_sorting"])
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FUNCTIONS = frozenset(
     [
@@ -48,7 +49,7 @@ def scorer(dataset: str, options: str) -> Callable[[str, str], float | None]:
     import reasoning_gym
 
     generator = reasoning_gym.create_dataset(dataset, seed=0, size=1, **ast.literal_eval(options))
-    evaluates = evaluates_answers(type(generator).__module__)
+    evaluates = may_run(dataset, type(generator).__module__)
 
     def score(problem: str, answer: str) -> float | None:
         entry = ast.literal_eval(problem)
@@ -62,15 +63,14 @@ def scorer(dataset: str, options: str) -> Callable[[str, str], float | None]:
     return score
 
 
-@functools.cache
-def evaluates_answers(module: str) -> bool:
-    """Whether the module that scores answers runs text as code anywhere.
+def may_run(dataset: str, module: str) -> bool:
+    """Whether a data set's scorer may run an answer as Python: its module runs text, and not only its own.
 
     >>> import reasoning_gym.games.countdown
-    >>> evaluates_answers("reasoning_gym.games.countdown")
+    >>> may_run("countdown", "reasoning_gym.games.countdown")
     True
     """
-    return bool(_EVALUATES.search(inspect.getsource(sys.modules[module])))
+    return dataset not in _RUN_THEIR_OWN and bool(_EVALUATES.search(inspect.getsource(sys.modules[module])))
 
 
 def is_harmless(answer: str) -> bool:
