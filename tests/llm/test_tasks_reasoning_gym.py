@@ -6,6 +6,7 @@ import logging
 from typing import get_args
 
 import pytest
+import reasoning_gym
 
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks import ReasoningGymTask, Split, make_task
@@ -126,7 +127,10 @@ EXPLOITS = {
 
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_known_ways_to_be_paid_for_wrong_answers_pay_nothing(name: str) -> None:
-    """Each of these scores 1, or more, with the data set's own scorer in some problem."""
+    """The data set's own scorer gives a full score, or more, for each of them in some problem."""
+    raw = reasoning_gym.create_dataset(name, seed=7, size=60)
+    for exploit in EXPLOITS[name]:
+        assert max(raw.score_answer(exploit.format(entry["answer"]), entry) for entry in raw) >= 1
     task = ReasoningGymTask(name)
     problems = task.problems("train", limit=20)
     cases = [(problem, exploit) for problem in problems for exploit in EXPLOITS[name]]
