@@ -77,6 +77,10 @@ $(VENV)/.bench: $(VENV)/.train
 bench: $(VENV)/.bench  ## what the trust region costs, against the clip and other people's code (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench
 
+.PHONY: audit-reasoning-gym
+audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
+
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 

@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
+import importlib.metadata
 import json
 import logging
-import re
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, DataError, MissingDependencyError
 from tether.llm.tasks.generated import DEFAULT_SIZES
+from tether.llm.tasks.judge import Judge, Outcome
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.reasoning_gym_scores import as_text
+from tether.llm.tasks.thinking import after_thinking
 
 _log = logging.getLogger(__name__)
 
 INSTRUCTION = "Put your final answer between <answer> and </answer>."
+LONGEST_ANSWER = 100_000
+"""Characters an answer may have; longer ones score 0 unseen."""
 
-_TAG = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
-_LONGEST_ANSWER = 4096
+_SCORER = f"{Path(__file__).with_name('reasoning_gym_scores.py')}:scorer"
+_AUDIT = Path(__file__).with_name("reasoning_gym_audit.json")
+_SECONDS = 2.0
+_FLOOR = 0.1  # the most that scorers give to any attempt of the right form
 _PATIENCE = 2000
-_CORRECT = 1.0
-
-# Calls that run text as Python. Seven scorers of reasoning-gym 0.1 apply them to the answer itself.
-_EVALUATES = re.compile(
-    r"(?<![\w.])(?:eval|exec)\(|\bsympify\(|\bimport parse_expr\b|\b(?:sp|sympy)\.parse_expr\("
-)
-_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([A-Za-z_]\w*)|(\*\*|[-+*/^(),]))", re.ASCII)
-_MATH_NAMES = frozenset(
-    [
-        *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"),
-        *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "pi", "Abs"),
-    ]
-)
-_LONGEST_EXPRESSION = 500
-_LARGEST_EXPONENT = 99
-_LONGEST_NUMBER = 30
-# Exponents: 12, (3/2), (-1), x, (2*x). Anything larger could keep a processor busy for ever.
-_EXPONENT = re.compile(
-    r"\s*(?:(\d{1,4})(?!\d)|\(\s*-?\s*(\d{1,4})(?:\s*/\s*\d{1,4})?\s*\)"
-    r"|[A-Za-z](?!\w)|\(\s*-?\s*(?:\d{1,2}\s*\*\s*)?[A-Za-z]\s*\))",
-    re.ASCII,
-)
-_TOWER = re.compile(r"(?:\*\*|\^)\s*(?:[\w.]+|\([^()]*\))\s*(?:\*\*|\^)")
 _CHUNK = 2000  # some data sets plan all their problems when they are made
 
 
@@ -53,21 +36,22 @@ class ReasoningGymTask:
     """Give a model problems of one reasoning-gym data set and score what it puts between answer tags.
 
     Problems are generated. Which split one belongs to is decided by a hash of its question, so none is
-    in two. Some of reasoning-gym's scorers run an answer as Python code; an answer given to those must be
-    a plain value or a formula, anything else scores 0 unseen.
+    in two. What follows a response's thinking is searched for the last complete pair of answer tags; what
+    it holds is scored in a process of its own, which is stopped after 2 s. Data sets whose scorer pays
+    wrong answers are refused; docs/tasks.md says which and what else an answer must satisfy.
 
     Args:
         dataset: The data set's name in reasoning-gym, such as ``"chain_sum"``.
         instruction: Appended to every question.
         require_tag: Whether an answer counts between tags alone. False takes a response without tags as
             a whole.
-        partial_credit: Whether the reward is reasoning-gym's score, which may lie between 0 and 1. False
-            rewards full scores alone.
+        partial_credit: Whether the reward is reasoning-gym's score, which may lie between 0 and 1, where
+            it is above 0.1. False rewards full scores alone.
         max_response_tokens: A response length that suits the data set.
         **options: The data set's own settings, such as ``min_terms=2``.
 
     Raises:
-        ConfigError: An unknown data set, or settings it refuses.
+        ConfigError: An unknown data set, settings it refuses, or a scorer that pays wrong answers.
         MissingDependencyError: reasoning-gym is not installed.
 
     Source: Stojanovski et al. 2025, arXiv 2505.24760.
@@ -95,13 +79,16 @@ class ReasoningGymTask:
                 raise ConfigError(
                     f"{fixed} is not the data set's to choose; problems() takes seed and limit."
                 )
+        _check_audited(dataset, partial_credit)
         self.dataset = dataset
         self.instruction = instruction
         self.require_tag = require_tag
         self.partial_credit = partial_credit
         self.max_response_tokens = max_response_tokens
         self.options = options
-        self._checked = _evaluates_answers(type(self._generator(0)).__module__)
+        self._settings = _written(dataset, options)
+        self._generator(0)
+        self._judge = Judge(_SCORER, seconds=_SECONDS, setup=[dataset, self._settings])
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """Generate distinct problems of a split; the same arguments always give the same list.
@@ -142,33 +129,44 @@ class ReasoningGymTask:
     def verify(self, response: str, problem_answer: str) -> Verdict:
         """Reward a full score of reasoning-gym's own scorer with 1, or with `partial_credit` its score.
 
-        Parts: ``"tagged"`` is 1 when the response has answer tags, ``"score"`` is the scorer's, and
-        ``"refused"`` is 1 when an answer was too long or unsafe to be scored.
+        Parts: ``"tagged"`` is 1 when the response has answer tags, ``"score"`` is the scorer's,
+        ``"refused"`` is 1 when an answer was too long or not harmless to a scorer that runs it, and
+        ``"stopped"`` when scoring it was ended at the limit of time or memory.
 
         Raises:
             DataError: `problem_answer` is none of this task's.
         """
-        tagged = _TAG.findall(response)
-        parts = {"tagged": float(bool(tagged)), "score": 0.0, "refused": 0.0}
-        answer = tagged[-1] if tagged else ("" if self.require_tag else response.strip())
-        seed, index = _place(problem_answer)
-        if not answer:
-            return Verdict(0.0, False, parts)
-        if len(answer) > _LONGEST_ANSWER or (self._checked and not is_plain(answer)):
-            parts["refused"] = 1.0
-            return Verdict(0.0, False, parts)
-        parts["score"] = self._score(answer, seed, index)
-        correct = parts["score"] >= _CORRECT
-        return Verdict(parts["score"] if self.partial_credit else float(correct), correct, parts)
+        return self.verify_many([response], [problem_answer])[0]
 
-    def _score(self, answer: str, seed: int, index: int) -> float:
-        generator = self._generator(seed)
-        try:
-            score = float(generator.score_answer(answer, _entry(generator, index)))
-        except Exception as error:  # noqa: BLE001 - scorers raise anything at all on answers they do not expect
-            _log.debug("%s could not score %r: %s", self.dataset, answer[:80], error)
-            return 0.0
-        return min(max(score, 0.0), 1.0)
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """The verdicts `verify` would give, in order; a few answers are scored at a time."""
+        places = [_place(answer) for answer in problem_answers]
+        finals = [after_thinking(response) for response in responses]
+        tagged = [tagged_answer(final) for final in finals]
+        answers = [
+            final.strip() if answer is None and not self.require_tag else answer or ""
+            for final, answer in zip(finals, tagged, strict=True)
+        ]
+        asked = [index for index, answer in enumerate(answers) if 0 < len(answer) <= LONGEST_ANSWER]
+        outcomes = self._judge.ask_many([(self._entry_text(*places[i]), answers[i]) for i in asked])
+        scored = dict(zip(asked, outcomes, strict=True))
+        return [
+            self._verdict(answer, found is not None, scored.get(index))
+            for index, (answer, found) in enumerate(zip(answers, tagged, strict=True))
+        ]
+
+    def _verdict(self, answer: str, tagged: bool, outcome: Outcome | None) -> Verdict:
+        parts = {"tagged": float(tagged), "score": 0.0, "refused": 0.0, "stopped": 0.0}
+        if outcome is None or (outcome.failure is None and outcome.value is None):
+            parts["refused"] = float(bool(answer))
+            return Verdict(0.0, False, parts)
+        if outcome.failure is not None:  # scorers raise anything at all on answers they do not expect
+            _log.debug("%s could not score %r: %s", self.dataset, answer[:80], outcome.reason)
+            parts["stopped"] = float(outcome.failure != "raised")
+            return Verdict(0.0, False, parts)
+        score = parts["score"] = float(outcome.value)
+        paid = score if self.partial_credit and score > _FLOOR else float(score == 1.0)
+        return Verdict(paid, score == 1.0, parts)
 
     def _problem(self, entry: dict[str, Any], seed: int, index: int) -> Problem:
         question = entry["question"].strip()
@@ -179,23 +177,89 @@ class ReasoningGymTask:
         return Problem([{"role": "user", "content": content}], place, solution)
 
     def _generator(self, seed: int) -> Any:
-        return _generator(self.dataset, seed, tuple(sorted(self.options.items())))
+        return _generator(self.dataset, seed, self._settings)
+
+    def _entry_text(self, seed: int, index: int) -> str:
+        return _entry_text(self._generator(seed), index)
+
+
+def tagged_answer(response: str) -> str | None:
+    """What the last complete pair of answer tags holds, without white space around it; None without one.
+
+    >>> tagged_answer("<answer>3</answer>, no: <answer> 4 </answer> <answer>5")
+    '4'
+    """
+    last_end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, max(last_end, 0))
+    if start < 0:
+        return None
+    start += len("<answer>")
+    return response[start : response.find("</answer>", start)].strip()
+
+
+@functools.cache
+def _audit() -> dict[str, Any]:
+    """What ``make audit-reasoning-gym`` found: the version, and the data sets to refuse with reasons."""
+    found: dict[str, Any] = json.loads(_AUDIT.read_text(encoding="utf-8"))
+    return found
+
+
+def _check_audited(dataset: str, partial_credit: bool) -> None:
+    audit = _audit()
+    reason = audit["refused"].get(dataset)
+    if reason is not None:
+        raise ConfigError(
+            f"The data set {dataset!r} of reasoning-gym is refused: {reason}. Choose another; docs/tasks.md, "
+            "reasoning-gym, says how they were examined."
+        )
+    reason = audit["no_partial_credit"].get(dataset)
+    if partial_credit and reason is not None:
+        raise ConfigError(
+            f"partial_credit is refused for {dataset!r} of reasoning-gym: {reason}. Set it to False to "
+            "reward full scores alone; docs/tasks.md, reasoning-gym, says how they were examined."
+        )
+
+
+@functools.cache
+def _warn_of_other_version() -> None:
+    installed = importlib.metadata.version("reasoning-gym")
+    if installed != _audit()["version"]:
+        _log.warning(
+            "The scorers of reasoning-gym %s were examined for rewards of wrong answers, but %s is "
+            "installed. Run make audit-reasoning-gym for that one.",
+            _audit()["version"],
+            installed,
+        )
+
+
+def _written(dataset: str, options: dict[str, Any]) -> str:
+    """The settings as Python writes them, for the scorer's process and as a key."""
+    text = repr(dict(sorted(options.items())))
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ConfigError(
+            f"The settings of {dataset!r} hold something other than plain values: {text}. Give numbers, "
+            "text, lists or dictionaries."
+        ) from error
+    return text
 
 
 @functools.lru_cache(maxsize=16)
-def _generator(dataset: str, seed: int, options: tuple[tuple[str, Any], ...]) -> Any:
+def _generator(dataset: str, seed: int, settings: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
         raise MissingDependencyError("This task needs reasoning-gym. Install tether-rl[llm].") from error
     from reasoning_gym.factory import DATASETS
 
+    _warn_of_other_version()
     if dataset not in DATASETS:
         raise ConfigError(
             f"reasoning-gym has no data set {dataset!r}. It has: {', '.join(sorted(DATASETS))}."
         )
     try:
-        return reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **dict(options))
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **ast.literal_eval(settings))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"reasoning-gym refuses the settings of {dataset!r}: {error}. Correct them."
@@ -208,59 +272,14 @@ def _entry(generator: Any, index: int) -> dict[str, Any]:
     return dict(generator[index])
 
 
+@functools.lru_cache(maxsize=4096)
+def _entry_text(generator: Any, index: int) -> str:
+    return as_text(_entry(generator, index))
+
+
 def _chunk_seed(seed: int, chunk: int) -> int:
     """Seeds of a data set's parts; problem i of a part is made from seed + i, so they must lie apart."""
     return (seed * 1000 + chunk) * _CHUNK % 2**31
-
-
-@functools.cache
-def _evaluates_answers(module: str) -> bool:
-    """Whether the module that scores answers runs text as code anywhere.
-
-    >>> import reasoning_gym.games.countdown
-    >>> _evaluates_answers("reasoning_gym.games.countdown")
-    True
-    """
-    return bool(_EVALUATES.search(inspect.getsource(sys.modules[module])))
-
-
-def is_plain(answer: str) -> bool:
-    """Whether an answer is a plain value, words or a formula, so that running it as Python does no harm.
-
-    >>> is_plain("[[1, 0], [0, 1]]"), is_plain("(25 - 3) * x**2 + sin(x)")
-    (True, True)
-    >>> is_plain("__import__('os').system('id')"), is_plain("9**9**9"), is_plain("x.real")
-    (False, False, False)
-    """
-    try:
-        ast.literal_eval(answer)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        words = re.fullmatch(r"[\w\s]*", answer, re.ASCII) is not None  # a name alone does nothing
-        return words or (len(answer) <= _LONGEST_EXPRESSION and _is_formula(answer))
-    return True
-
-
-def _is_formula(text: str) -> bool:
-    """Numbers, operators, single letters and known functions; no tower of powers, no large exponent."""
-    text = text.strip()
-    position = nested = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            return False
-        digits, name, operator = match.groups()
-        rest = text[match.end() :]
-        if digits is not None and len(digits) > _LONGEST_NUMBER:
-            return False
-        if name is not None and name not in _MATH_NAMES and (len(name) > 1 or rest.lstrip().startswith("(")):
-            return False
-        if operator in ("**", "^"):
-            exponent = _EXPONENT.match(rest)
-            if exponent is None or int(exponent[1] or exponent[2] or 0) > _LARGEST_EXPONENT:
-                return False
-            nested += text[:position].rstrip().endswith(")")
-        position = match.end()
-    return bool(text) and nested <= 2 and not _TOWER.search(text)
 
 
 def _place(problem_answer: str) -> tuple[int, int]:
