@@ -52,6 +52,7 @@ def test_a_rollout_function(train: Callable[..., Any]) -> None:
     assert _projected(bound) > 0.1
 
 
+@pytest.mark.slow
 def test_torch_compile(train: Callable[..., Any]) -> None:
     """Traced and run by the eager backend: what a code generator would be given."""
     settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}
