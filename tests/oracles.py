@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 # A cone program ends this near to its optimum; by Pinsker's inequality its probabilities then are within
-# the root of twice as much.
-_CONE_PROGRAM_GAP = 1e-11
+# the root of twice as much. At a tenth of it, the last bit of the input decides whether the solver ends.
+_CONE_PROGRAM_GAP = 1e-10
 CONE_PROGRAM_ERROR = (2 * _CONE_PROGRAM_GAP) ** 0.5
 
 # Below this a float32 probability is zero or denormal.

@@ -25,7 +25,7 @@ Differences = dict[str, dict[str, float]]
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
     """What each of two processes found; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("shards")
-    run_two_ranks(WORKER, output, output=output, timeout=200)
+    run_two_ranks(WORKER, output, output=output, timeout=500)
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
 
 
