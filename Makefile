@@ -10,7 +10,7 @@ VERL_VENV := .venv-verl
 VERL_BIN  := $(VERL_VENV)/bin
 VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600 --ignore=src/tether/integrations/verl/megatron.py"
 
-.PHONY: test-models help train bench test test-verl test-verl-ray test-slow lint clean
+.PHONY: test-models test-portable help train bench test test-verl test-verl-ray test-slow lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Threads that wait sleep, or they take the cores from other processes; set it before to have it otherwise.
+export OMP_WAIT_POLICY ?= passive
+
 # One thread a process: two processes share the cores.
 test: lint  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
@@ -60,6 +63,9 @@ test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environme
 
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
 	$(VERL_PYTEST) -m slow tests/verl
+
+test-portable: $(VENV)/.test  ## numeric tests under every arithmetic of this processor (15 minutes on two cores)
+	$(BIN)/python tests/portable.py
 
 test-slow: $(VENV)/.test  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m slow
@@ -93,9 +99,8 @@ $(STUDIES): study-%: $(VENV)/.train
 	@set -e; for grid in $(sort $(wildcard benchmarks/studies/$*.yaml benchmarks/studies/$*-*.yaml)); do \
 		echo "== $$grid"; $(STUDY) $$grid; done
 
-# (i) needs a model with a real vocabulary. Threads that wait must not look as if they worked.
+# (i) needs a model with a real vocabulary.
 study-i: models/smollm2-135m-instruct
-study-i: export OMP_WAIT_POLICY = passive
 
 models/smollm2-135m-instruct: | $(VENV)/.test
 	$(BIN)/python recipes/smollm2.py

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+import machine
+
 # Without shrinking a failing case: that can take minutes, and the raw case says enough.
 settings.register_profile(
     "tether",
@@ -21,7 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("tether")
 
-torch.set_num_threads(1)
+# One thread, or as many as the environment asks for (`make test-portable` asks for one and for two).
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # Without a GPU, Triton's kernels are interpreted. Triton asks when a kernel is defined.
 if not torch.cuda.is_available():
@@ -33,3 +36,14 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say all that the machine lacks before the first test runs."""
+    if hasattr(session.config, "workerinput"):
+        return  # the process that started this one has looked
+    lacking = machine.missing(session.config.args)
+    if lacking:
+        raise pytest.UsageError(
+            "\n".join(["These tests cannot run here:", *(f"- {line}" for line in lacking)])
+        )

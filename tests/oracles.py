@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+# A cone program ends this near to its optimum; by Pinsker's inequality its probabilities then are within
+# the root of twice as much. At a tenth of it, the last bit of the input decides whether the solver ends.
+_CONE_PROGRAM_GAP = 1e-10
+CONE_PROGRAM_ERROR = (2 * _CONE_PROGRAM_GAP) ** 0.5
+
 # Below this a float32 probability is zero or denormal.
 SMALLEST_FLOAT32 = 1.2e-38
 
@@ -71,9 +76,9 @@ def project_by_cone_program(new: object, old: object, bound: float) -> Array:
     )
     problem.solve(
         solver=cp.CLARABEL,
-        tol_gap_abs=1e-11,
-        tol_gap_rel=1e-11,
-        tol_feas=1e-11,
+        tol_gap_abs=_CONE_PROGRAM_GAP,
+        tol_gap_rel=_CONE_PROGRAM_GAP,
+        tol_feas=_CONE_PROGRAM_GAP,
         tol_ktratio=1e-9,
         max_iter=400,
     )

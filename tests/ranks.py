@@ -19,10 +19,12 @@ def run_two_ranks(
 ) -> None:
     """Run a script as ranks 0 and 1 and wait for both; their words are kept as OUTPUT/log-RANK.
 
-    Ranks, the number of processes and one thread each are in the environment, with whatever else is given.
+    Ranks, the number of processes and one thread each are in the environment, with whatever else is given;
+    the modules beside this one can be imported.
     One that fails ends the other, which would wait for it, and fails the test with both their last words.
     """
-    common = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    beside = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    common = {**os.environ, "PYTHONPATH": beside, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *map(str, arguments)]
     logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
     ranks = [

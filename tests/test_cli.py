@@ -177,3 +177,23 @@ def test_version(capsys):
 
     assert run("--version") == 0
     assert capsys.readouterr().out.strip() == tether.__version__
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU OpenMP, which torch brings on Linux")
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")],
+)
+def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(
+    chosen: dict[str, str], expected: str
+) -> None:
+    """How often they look before they sleep, as OpenMP itself says once a command has loaded torch."""
+    code = "import tether.cli as c; c._run = lambda _: (__import__('torch'), 0)[1]; c.main([])"
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, **chosen, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True, text=True, check=False,
+    ).stderr  # fmt: skip
+    assert f"GOMP_SPINCOUNT = '{expected}'" in said

@@ -10,13 +10,13 @@ import pytest
 import tether
 
 
-def test_importing_tether_loads_torch_and_nothing_heavy():
+def test_importing_tethers_core_loads_torch_and_nothing_heavy():
     code = (
-        "import sys, tether;"
+        "import sys, tether; tether.troll, tether.project_categorical, tether.linear_log_probs;"
         "heavy = {'transformers', 'trl', 'verl', 'ray', 'datasets', 'matplotlib', 'scipy', 'gymnasium'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_every_public_name_exists_and_is_documented():

@@ -44,6 +44,7 @@ options typed besides the file override it."""
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a Tether error becomes one message and exit code 1."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _let_waiting_threads_sleep()
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         code = _run(arguments)
@@ -65,6 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     sys.exit(code)
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Threads of torch spin while they wait for each other, unless OpenMP is told otherwise before.
+
+    Where another process wants the same cores, threads that spin make every step several times as long.
+    """
+    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ)
+    if not chosen and "torch" not in sys.modules:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

@@ -47,7 +47,7 @@ class CountingEnv(gymnasium.Env[FloatArray, FloatArray]):
             elif self.way == "ends":
                 over = True
             elif self.way == "sleeps":
-                time.sleep(60.0)
+                time.sleep(600.0)
         info = {
             "success": self.steps == TROUBLE_STEP,
             "threads": float(os.environ.get("OMP_NUM_THREADS", "0")),

@@ -31,10 +31,19 @@ class Replay:
 
 
 def replay(
-    name: str, env_id: str, episode: int, before_step: Callable[[Any, int], None] = lambda env, t: None
+    name: str,
+    env_id: str,
+    episode: int,
+    before_step: Callable[[Any, int], None] = lambda env, t: None,
+    nudged: int | None = None,
 ) -> Replay:
+    """With `nudged`, a seed, half of the actions' numbers are one rounding nearer to zero."""
     with np.load(DATA / f"original_{name}.npz") as stored:
         recording = {key: stored[key][episode] for key in stored}
+    if nudged is not None:
+        actions = recording["actions"]
+        chosen = np.random.default_rng(nudged).random(actions.shape) < 0.5
+        recording["actions"] = np.where(chosen, np.nextafter(actions, 0.0), actions)
     env = gymnasium.make(env_id)
     observations = [env.reset(seed=int(recording["seeds"]))[0]]
     rewards, success, info = [], False, {}
@@ -109,16 +118,21 @@ def test_a_returned_ball_succeeds_as_in_the_original() -> None:
     assert ours.info["landing_error"] == pytest.approx(ours.original["landing_error"], abs=0.01)
 
 
-@pytest.mark.parametrize(("episode", "hit", "tolerance"), [(0, 76, 1e-5), (1, 100, 5e-3)])
-def test_the_ball_on_bat_collider_is_all_that_differs_in_table_tennis(
-    episode: int, hit: int, tolerance: float
-) -> None:
+@pytest.mark.parametrize(("episode", "hit"), [(0, 76), (1, 100)])
+def test_the_ball_on_bat_collider_is_all_that_differs_in_table_tennis(episode: int, hit: int) -> None:
+    """A hit makes 1e-4 or 1e-2 of one rounding before it: the original is one more of such courses."""
+
     # An ellipsoid of equal radii goes through the general convex collider that mujoco 2.3.3 used here.
     def use_general_collider(env: Any, t: int) -> None:
         if t >= hit:
             env.model.geom("target_ball_contact").type = int(mujoco.mjtGeom.mjGEOM_ELLIPSOID)
 
-    ours = replay("table_tennis", "tether/TableTennis-v0", episode, use_general_collider)
+    found = []
+    for nudged in (None, *range(5)):
+        ours = replay("table_tennis", "tether/TableTennis-v0", episode, use_general_collider, nudged)
+        found.append((ours.rewards.sum(), ours.info["landing_error"]))
     assert ours.original["hit_ball"] == 1.0
-    assert ours.rewards.sum() == pytest.approx(ours.original_rewards.sum(), abs=tolerance)
-    assert ours.info["landing_error"] == pytest.approx(ours.original["landing_error"], abs=tolerance)
+    within = 2 * np.ptp(found, axis=0)
+    assert (within < 0.05).all(), within
+    expected = (ours.original_rewards.sum(), ours.original["landing_error"])
+    assert (np.abs(np.subtract(found[0], expected)) <= within).all(), (found, expected)

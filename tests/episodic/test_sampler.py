@@ -164,7 +164,7 @@ def test_a_worker_that_dies_is_reported_within_seconds(way: str, ending: str) ->
         began = time.monotonic()
         with pytest.raises(SimulationError, match=rf"{env_id}.*worker [01] of 2.*{ending}"):
             sampler.execute(np.zeros((4, 5, 1)), np.zeros((4, 5, 1)))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # and not until the episode's own end, which never comes
         with pytest.raises(SimulationError, match="closed"):
             sampler.reset(1)
 

@@ -143,7 +143,7 @@ def test_kill_9_and_resume_reproduce_the_run(uninterrupted: Path, tmp_path: Path
         """
     )
     process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (out / "checkpoints" / "step-000002" / "COMPLETE").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -64,13 +64,14 @@ def test_if_the_first_fails_nothing_more_is_started(tmp_path: Path) -> None:
 
 
 def test_time_up_stops_what_runs_and_the_next_call_goes_on(tmp_path: Path) -> None:
-    jobs = [job(tmp_path, "a", steps=400, pause=0.01), job(tmp_path, "b")]
+    # A loaded machine may take seconds to start one, and must not finish it.
+    jobs = [job(tmp_path, "a", steps=20_000, pause=0.01), job(tmp_path, "b")]
     started = time.monotonic()
-    left = run_jobs(jobs, at_once=1, seconds=3.0)
-    assert time.monotonic() - started < 20
+    left = run_jobs(jobs, at_once=1, seconds=5.0)
+    assert time.monotonic() - started < 100  # half of what the steps take
     assert [one.name for one in left] == ["a", "b"]
     done = len(RunFolder.open(jobs[0].folder).metrics())
-    assert 0 < done < 400
+    assert 0 < done < 20_000
     assert run_jobs([job(tmp_path, "a", steps=done + 1), jobs[1]], at_once=2) == []
     assert [line["step"] for line in RunFolder.open(jobs[0].folder).metrics()] == list(range(1, done + 2))
 
@@ -139,10 +140,10 @@ def test_forked_jobs_are_like_started_ones(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunFailedError, match=r"The run b in .* exit code 1[\s\S]*no such model"):
         run_jobs([forked("a"), forked("b", word="broken")], at_once=2, keep_going=True, preloaded=preloaded)
     assert forked("a").finished()
-    slow = forked("c", steps=400, pause=0.01)
-    assert run_jobs([slow], at_once=1, seconds=3.0, preloaded=preloaded) == [slow]
+    slow = forked("c", steps=20_000, pause=0.01)
+    assert run_jobs([slow], at_once=1, seconds=5.0, preloaded=preloaded) == [slow]
     done = len(RunFolder.open(slow.folder).metrics())
-    assert 0 < done < 400
+    assert 0 < done < 20_000
     assert run_jobs([forked("c", steps=done + 1)], at_once=1, preloaded=preloaded) == []
     assert [line["step"] for line in RunFolder.open(slow.folder).metrics()] == list(range(1, done + 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from courses import CourseRounding, nudge
 from datasets import Dataset
 from tiny_language_model import make_prompts, make_settings, make_tiny_model, make_tokenizer, reward_digits
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+THREADS = torch.get_num_threads()  # as the tests began
+
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # a model this small only waits for more
+def _threads_as_they_were() -> None:
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")
@@ -69,12 +73,34 @@ def make_trainer(
 
 
 @pytest.fixture
-def train(make_trainer: Callable[..., Any]) -> Callable[..., Any]:
+def train(make_trainer: Callable[..., Any], made: dict[int, Any]) -> Callable[..., Any]:
     """As `make_trainer`, and train; returns the trainer."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        weights = copy.deepcopy(kwargs.get("model"))  # training changes them
         trainer = make_trainer(*args, **kwargs)
         trainer.train()
+        made[id(trainer)] = (args, kwargs | {"model": weights})
         return trainer
 
     return run
+
+
+@pytest.fixture
+def made() -> dict[int, Any]:
+    """What each trainer of `train` was made from, by its id."""
+    return {}
+
+
+@pytest.fixture
+def course_rounding(make_trainer: Callable[..., Any], made: dict[int, Any]) -> Callable[..., CourseRounding]:
+    """course_rounding(trainer) -> how far another training may end from this one and have done the same."""
+
+    def measure(reference: Any) -> CourseRounding:
+        args, kwargs = made[id(reference)]
+        nudged = make_trainer(*args, **kwargs)
+        nudge(nudged.model)
+        nudged.train()
+        return CourseRounding.between(reference, nudged)
+
+    return measure

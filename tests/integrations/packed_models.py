@@ -23,6 +23,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
+from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.integrations.packing import add_packing
 from tether.integrations.sparse_head import add_sparse_head
 
@@ -65,7 +66,10 @@ WIDTH, RESPONSE = 13, 6
 
 
 #: Gemma adds up its norms' gradients in float32; experts multiply in float32 at most.
-PRECISION = {"Gemma-3": (torch.float64, 1e-6), "Qwen3 with experts": (torch.float32, 1e-4)}
+PRECISION = {
+    "Gemma-3": (torch.float64, SUMMED_ANOTHER_WAY * unit_of(1.0)),
+    "Qwen3 with experts": (torch.float32, 1e-4),
+}
 
 
 def make(family: str, dtype: torch.dtype | None = None, **settings: Any) -> Any:

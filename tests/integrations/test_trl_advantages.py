@@ -27,11 +27,15 @@ def with_advantage(name: str, **options: Any) -> dict[str, Any]:
     ("name", "options", "scale"), [("grpo", {"epsilon": 1e-4}, "group"), ("dr_grpo", {}, "none")]
 )
 def test_trls_own_advantages_on_this_path(
-    train: Callable[..., Any], name: str, options: dict[str, Any], scale: str
+    train: Callable[..., Any],
+    course_rounding: Any,
+    name: str,
+    options: dict[str, Any],
+    scale: str,
 ) -> None:
     trl = train(GRPOTrainer, GRPOConfig, scale_rewards=scale, **PLAIN_DESCENT)
     ours = train(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options), **PLAIN_DESCENT)
-    assert largest_difference(trl.model, ours.model) < 1e-6
+    assert largest_difference(trl.model, ours.model) <= course_rounding(trl).weights
     assert largest_difference(trl.model, make_tiny_model()) > 1e-3
 
 

@@ -14,6 +14,7 @@ from tiny_language_model import largest_difference, make_prompts, make_tiny_mode
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.errors import ConfigError
 from tether.integrations.exact_head import take_snapshot
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
@@ -85,11 +86,13 @@ def test_loss_and_gradient_are_those_of_whole_distributions(
         ratio_level="sequence" if gspo else "token",
     )  # fmt: skip
     assert expected.metrics["projected"] > 0.2
-    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6)
+    # Of a log-probability in either policy, which a ratio of either sign of advantage passes on.
+    within = 4 * unit_of(torch.stack((new, old)).gather(-1, ids.expand(2, *ids.shape)))
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=within)
     expected.loss.backward()
     theirs = [p.grad for p in trainer.model.parameters() if p.grad is not None]
     ours_flat, theirs_flat = (torch.cat([g.flatten() for g in side]) for side in (ours, theirs))
-    assert (ours_flat - theirs_flat).norm() < 1e-5 * theirs_flat.norm()
+    assert (ours_flat - theirs_flat).norm() <= 4 * SUMMED_ANOTHER_WAY * unit_of(theirs_flat.norm())
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     for name in (
         ("projected", "regression") if region == "sequence" else ("projected", "regression", "mean_step")
@@ -117,7 +120,7 @@ def test_metrics_say_what_was_certified_and_what_had_to_be_looked_at(
 
 @pytest.mark.parametrize("variant", ["dapo", "gspo", "accumulation", "checkpointing", "adapters"])
 def test_on_a_support_too_it_is_grpo_without_clip_if_nothing_is_bounded(
-    train: Callable[..., Any], variant: str
+    train: Callable[..., Any], course_rounding: Any, variant: str
 ) -> None:
     """As test_trl_identity.py shows for the whole vocabulary, the default."""
     settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1e9}
@@ -130,7 +133,7 @@ def test_on_a_support_too_it_is_grpo_without_clip_if_nothing_is_bounded(
     plain = train(GRPOTrainer, GRPOConfig, epsilon=math.inf, **settings, **lora)
     off = {"troll_kl_bound": math.inf, "troll_alpha": 0.0, "troll_support": "bucket"}
     ours = train(TROLLTrainer, TROLLConfig, **off, **settings, **lora)
-    assert largest_difference(plain.model, ours.model) < 1e-5
+    assert largest_difference(plain.model, ours.model) <= course_rounding(plain).weights
     assert max(row.get("trust_region/kl_max", 0.0) for row in ours.state.log_history) > 1e-3
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from courses import CourseRounding
 from peft import LoraConfig
 from tiny_language_model import largest_difference, make_prompts, make_tiny_model
 from trl import GRPOConfig, GRPOTrainer
@@ -41,24 +42,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _log_of(trainer: Any) -> list[dict[str, float]]:
-    """What TRL logged at each step, without what measures time."""
-    rows = []
-    for row in trainer.state.log_history:
-        kept = {
-            k: v for k, v in row.items() if not any(word in k for word in ("time", "runtime", "per_second"))
-        }
-        if kept:
-            rows.append(kept)
-    return rows
-
-
-def _assert_same_course(plain: Any, ours: Any) -> None:
+def _assert_same_course(plain: Any, ours: Any, rounding: CourseRounding) -> None:
     """Every number GRPO logs at each step, and the parameters at the end."""
-    for step, (expected, actual) in enumerate(zip(_log_of(plain), _log_of(ours), strict=True)):
-        shared = {key: actual[key] for key in expected}
-        assert shared == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True), f"log line {step}"
-    assert largest_difference(plain.model, ours.model) < 1e-5
+    rounding.assert_same_log(plain, ours)
+    assert largest_difference(plain.model, ours.model) <= rounding.weights
 
 
 def _assert_moved(trainer: Any, distance: float = 1e-2) -> None:
@@ -66,11 +53,13 @@ def _assert_moved(trainer: Any, distance: float = 1e-2) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_bound_troll_is_grpo_without_clip(train: Callable[..., Any], variant: str) -> None:
+def test_without_bound_troll_is_grpo_without_clip(
+    train: Callable[..., Any], course_rounding: Any, variant: str
+) -> None:
     settings = {**PLAIN_DESCENT, **VARIANTS[variant]}
     plain = train(GRPOTrainer, GRPOConfig, **CLIP_OFF, **settings)
     ours = train(TROLLTrainer, TROLLConfig, **TRUST_REGION_OFF, **settings)
-    _assert_same_course(plain, ours)
+    _assert_same_course(plain, ours, course_rounding(plain))
     _assert_moved(ours)
     # The old policy was there to compare with, and it was left behind.
     assert max(row.get("trust_region/kl_max", 0.0) for row in ours.state.log_history) > 1e-2
@@ -86,37 +75,49 @@ def test_the_bound_makes_a_difference(train: Callable[..., Any], variant: str) -
 
 
 @pytest.mark.parametrize("variant", ["dapo", "gspo", "accumulation", "entropy bonus"])
-def test_measuring_leaves_the_clip_baseline_as_it_is(train: Callable[..., Any], variant: str) -> None:
+def test_measuring_leaves_the_clip_baseline_as_it_is(
+    train: Callable[..., Any], course_rounding: Any, variant: str
+) -> None:
     settings = {**PLAIN_DESCENT, **VARIANTS[variant]}
     plain = train(GRPOTrainer, GRPOConfig, **settings)
     measured = train(OldPolicyTrainer, GRPOConfig, **settings)
-    _assert_same_course(plain, measured)
+    _assert_same_course(plain, measured, course_rounding(plain))
     clipped = [row["clip_ratio/region_mean"] for row in plain.state.log_history if "loss" in row]
     if variant != "gspo":  # whose geometric mean moves less
         assert max(clipped) > 0, "the clip never acted, so this test compared nothing"
     assert any(row.get("trust_region/kl_max", 0.0) > 1e-3 for row in measured.state.log_history)
 
 
-def test_identity_with_a_reference_penalty(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_identity_with_a_reference_penalty(
+    train: Callable[..., Any], course_rounding: Any, tmp_path: Path
+) -> None:
     """The reference comes from the folder the model was loaded from, as in TRL."""
     folder = str(tmp_path / "model")
     make_tiny_model().save_pretrained(folder)
-    settings = {**PLAIN_DESCENT, "beta": 0.2, "model_init_kwargs": {"dtype": "float32"}}
+    # At 0.02 gradients of norm 120 make one rounding ten times as large with each step.
+    settings = {
+        **PLAIN_DESCENT,
+        "learning_rate": 0.005,
+        "beta": 0.2,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
     plain = train(GRPOTrainer, GRPOConfig, model=folder, **CLIP_OFF, **settings)
     ours = train(TROLLTrainer, TROLLConfig, model=folder, **TRUST_REGION_OFF, **settings)
-    _assert_same_course(plain, ours)
+    _assert_same_course(plain, ours, course_rounding(plain))
     assert max(row.get("kl", 0.0) for row in plain.state.log_history) > 1e-3
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_identity_with_lora_which_trains_nothing_but_adapters(train: Callable[..., Any], beta: float) -> None:
+def test_identity_with_lora_which_trains_nothing_but_adapters(
+    train: Callable[..., Any], course_rounding: Any, beta: float
+) -> None:
     def lora() -> dict[str, Any]:
         return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)}
 
     settings = {**PLAIN_DESCENT, "learning_rate": 0.05, "beta": beta}
     plain = train(GRPOTrainer, GRPOConfig, trainer_arguments=lora(), **CLIP_OFF, **settings)
     ours = train(TROLLTrainer, TROLLConfig, trainer_arguments=lora(), **TRUST_REGION_OFF, **settings)
-    _assert_same_course(plain, ours)
+    _assert_same_course(plain, ours, course_rounding(plain))
     start = dict(make_tiny_model().named_parameters())
     adapters = 0.0
     for name, parameter in ours.model.named_parameters():
@@ -128,7 +129,7 @@ def test_identity_with_lora_which_trains_nothing_but_adapters(train: Callable[..
     assert adapters > 1e-2
 
 
-def test_identity_while_evaluating(train: Callable[..., Any]) -> None:
+def test_identity_while_evaluating(train: Callable[..., Any], course_rounding: Any) -> None:
     """Evaluation in between, whose batches and metrics go their own way, disturbs nothing."""
     settings = {
         **PLAIN_DESCENT,
@@ -140,7 +141,7 @@ def test_identity_while_evaluating(train: Callable[..., Any]) -> None:
     evaluation = {"eval_dataset": make_prompts().select(range(4))}
     plain = train(GRPOTrainer, GRPOConfig, trainer_arguments=evaluation, **CLIP_OFF, **settings)
     ours = train(TROLLTrainer, TROLLConfig, trainer_arguments=evaluation, **TRUST_REGION_OFF, **settings)
-    _assert_same_course(plain, ours)
+    _assert_same_course(plain, ours, course_rounding(plain))
     evaluated = [row for row in ours.state.log_history if "eval_loss" in row]
     assert len(evaluated) == 2
     # In evaluation the policy is its own old policy.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from courses import CourseRounding
 from tiny_language_model import largest_difference, make_tiny_model
 from trl import GRPOConfig, GRPOTrainer
 
@@ -30,9 +31,9 @@ def losses_of(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def assert_same_course(trl: Any, ours: Any) -> None:
-    assert losses_of(ours) == pytest.approx(losses_of(trl), abs=1e-6, rel=1e-5)
-    assert largest_difference(trl.model, ours.model) < 1e-6
+def assert_same_course(trl: Any, ours: Any, rounding: CourseRounding) -> None:
+    assert losses_of(ours) == pytest.approx(losses_of(trl), abs=rounding.logged["loss"])
+    assert largest_difference(trl.model, ours.model) <= rounding.weights
     assert largest_difference(trl.model, make_tiny_model()) > 1e-3  # something was learned
 
 
@@ -58,11 +59,13 @@ def assert_same_course(trl: Any, ours: Any) -> None:
         pytest.param({"loss_type": "grpo", "entropy_coef": 0.05}, id="entropy bonus"),
     ],
 )  # fmt: skip
-def test_the_clip_on_this_path_is_trls_own_clip(train: Callable[..., Any], changes: dict[str, Any]) -> None:
+def test_the_clip_on_this_path_is_trls_own_clip(
+    train: Callable[..., Any], course_rounding: Any, changes: dict[str, Any]
+) -> None:
     settings = {**PLAIN_DESCENT, **changes}
     trl = train(GRPOTrainer, GRPOConfig, **settings)
     ours = train(PolicyLossTrainer, GRPOConfig, **rival("ppo_clip"), **settings)
-    assert_same_course(trl, ours)
+    assert_same_course(trl, ours, course_rounding(trl))
     if settings.get("steps_per_generation") != 1:
         clipped = [row["trust_region/clipped"] for row in ours.state.log_history if "loss" in row]
         expected = [row["clip_ratio/region_mean"] for row in trl.state.log_history if "loss" in row]
@@ -70,34 +73,38 @@ def test_the_clip_on_this_path_is_trls_own_clip(train: Callable[..., Any], chang
         assert max(clipped) > 0, "the clip never acted, so this test compared nothing"
 
 
-def test_gspo_on_this_path_is_trls_gspo(train: Callable[..., Any]) -> None:
+def test_gspo_on_this_path_is_trls_gspo(train: Callable[..., Any], course_rounding: Any) -> None:
     settings = {**PLAIN_DESCENT, "loss_type": "grpo"}
     clip = {"epsilon": 0.02, "epsilon_high": 0.03}
     trl = train(GRPOTrainer, GRPOConfig, importance_sampling_level="sequence", **clip, **settings)
     options = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
     ours = train(PolicyLossTrainer, GRPOConfig, **rival("gspo", **options), **settings)
-    assert_same_course(trl, ours)
+    assert_same_course(trl, ours, course_rounding(trl))
     assert max(row.get("trust_region/clipped", 0.0) for row in ours.state.log_history) > 0
 
 
-def test_sapo_on_this_path_is_trls_sapo(train: Callable[..., Any]) -> None:
+def test_sapo_on_this_path_is_trls_sapo(train: Callable[..., Any], course_rounding: Any) -> None:
     trl = train(GRPOTrainer, GRPOConfig, loss_type="sapo", **PLAIN_DESCENT)
     ours = train(PolicyLossTrainer, GRPOConfig, loss_type="grpo", **rival("sapo"), **PLAIN_DESCENT)
-    assert_same_course(trl, ours)
+    assert_same_course(trl, ours, course_rounding(trl))
 
 
-def test_a_reference_penalty_is_trls_own(train: Callable[..., Any], tmp_path: Any) -> None:
+def test_a_reference_penalty_is_trls_own(
+    train: Callable[..., Any], course_rounding: Any, tmp_path: Any
+) -> None:
     """The reference comes from the folder the model was loaded from, as in TRL."""
     folder = str(tmp_path / "model")
     make_tiny_model().save_pretrained(folder)
     settings = {**PLAIN_DESCENT, "beta": 0.2, "model_init_kwargs": {"dtype": "float32"}, "model": folder}
     trl = train(GRPOTrainer, GRPOConfig, **settings)
     ours = train(PolicyLossTrainer, GRPOConfig, **rival("ppo_clip"), **settings)
-    assert_same_course(trl, ours)
+    assert_same_course(trl, ours, course_rounding(trl))
     assert max(row.get("kl", 0.0) for row in ours.state.log_history) > 1e-4
 
 
-def test_the_samplers_importance_weights_act_as_in_trl(train: Callable[..., Any]) -> None:
+def test_the_samplers_importance_weights_act_as_in_trl(
+    train: Callable[..., Any], course_rounding: Any
+) -> None:
     """What TRL computes where vLLM samples, here drawn: its flags are set while its loss is computed."""
 
     class Weighted(GRPOTrainer):
@@ -119,7 +126,8 @@ def test_the_samplers_importance_weights_act_as_in_trl(train: Callable[..., Any]
 
     settings = {**PLAIN_DESCENT, "loss_type": "dapo"}
     trl = train(Corrected, GRPOConfig, **settings)
-    assert_same_course(trl, train(Ours, GRPOConfig, **rival("ppo_clip"), **settings))
+    ours = train(Ours, GRPOConfig, **rival("ppo_clip"), **settings)
+    assert_same_course(trl, ours, course_rounding(trl))
     plain = train(GRPOTrainer, GRPOConfig, **settings)
     assert largest_difference(plain.model, trl.model) > 1e-4
 
@@ -149,13 +157,15 @@ def test_losses_of_whole_distributions_get_the_old_support(
     assert max(row.get(measured, 0.0) for row in trainer.state.log_history) > 1e-3
 
 
-def test_the_random_tokens_of_clip_cov_do_not_touch_other_random_numbers(train: Callable[..., Any]) -> None:
+def test_the_random_tokens_of_clip_cov_do_not_touch_other_random_numbers(
+    train: Callable[..., Any], course_rounding: Any
+) -> None:
     """With a coefficient that takes nothing out but draws, the run is the clip-free one."""
     settings = {**PLAIN_DESCENT, "loss_type": "bnpo"}
     plain = train(PolicyLossTrainer, GRPOConfig, **rival("unclipped"), **settings)
     options = {"clip_cov_low": 1e6, "clip_cov_high": 2e6}
     drawn = train(PolicyLossTrainer, GRPOConfig, **rival("clip_cov", **options), **settings)
-    assert largest_difference(plain.model, drawn.model) < 1e-6
+    assert largest_difference(plain.model, drawn.model) <= course_rounding(plain).weights
 
 
 @pytest.mark.parametrize("name", RIVALS)

@@ -36,7 +36,7 @@ def test_troll_learns(train: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_gradient_checkpointing_changes_nothing(
-    train: Callable[..., Any], reentrant: bool, adapters: bool
+    train: Callable[..., Any], course_rounding: Any, reentrant: bool, adapters: bool
 ) -> None:
     def run(**settings: Any) -> Any:
         lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
@@ -48,9 +48,10 @@ def test_gradient_checkpointing_changes_nothing(
     checkpointed = run(
         gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
     )
-    assert largest_difference(plain.model, checkpointed.model) < 1e-6
+    rounding = course_rounding(plain)
+    assert largest_difference(plain.model, checkpointed.model) <= rounding.weights
     losses = [[row["loss"] for row in _steps(trainer)] for trainer in (plain, checkpointed)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], abs=rounding.logged["loss"])
 
 
 @pytest.mark.parametrize("precision", ["model", "autocast"])
@@ -167,7 +168,10 @@ def test_evaluate_before_between_and_after_training(make_trainer: Callable[..., 
 
 @pytest.mark.parametrize("trainer_class", ["troll", "baseline"])
 def test_mixture_of_experts_trains_with_its_balancing_loss(
-    train: Callable[..., Any], trainer_class: str, tokenizer: Any
+    train: Callable[..., Any],
+    course_rounding: Any,
+    trainer_class: str,
+    tokenizer: Any,
 ) -> None:
     """With the trust region off, exactly as GRPO, auxiliary loss included."""
 
@@ -194,9 +198,11 @@ def test_mixture_of_experts_trains_with_its_balancing_loss(
     else:
         plain = train(GRPOTrainer, GRPOConfig, model=experts(), **descent)
         ours = train(OldPolicyTrainer, GRPOConfig, model=experts(), **descent)
-    assert largest_difference(plain.model, ours.model) < 1e-5
+    rounding = course_rounding(plain)
+    assert largest_difference(plain.model, ours.model) <= rounding.weights
     balancing = [row["aux_loss"] for row in _steps(ours)]
-    assert balancing == pytest.approx([row["aux_loss"] for row in _steps(plain)], rel=1e-5)
+    expected = [row["aux_loss"] for row in _steps(plain)]
+    assert balancing == pytest.approx(expected, abs=rounding.logged["aux_loss"])
     assert min(balancing) > 0.5
 
 
@@ -229,7 +235,9 @@ def test_a_models_own_reshaping_of_samples_is_warned_about(make_trainer: Callabl
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_a_head_trained_in_full_beside_adapters(train: Callable[..., Any], beta: float) -> None:
+def test_a_head_trained_in_full_beside_adapters(
+    train: Callable[..., Any], course_rounding: Any, beta: float
+) -> None:
     """PEFT's `modules_to_save` keeps two heads: the trained one and, for the reference, the first."""
 
     def run(trainer_class: Any, config_class: Any, **settings: Any) -> Any:
@@ -241,7 +249,7 @@ def test_a_head_trained_in_full_beside_adapters(train: Callable[..., Any], beta:
 
     plain = run(GRPOTrainer, GRPOConfig, epsilon=math.inf)
     ours = run(TROLLTrainer, TROLLConfig, troll_kl_bound=math.inf, troll_alpha=0.0)
-    assert largest_difference(plain.model, ours.model) < 1e-5
+    assert largest_difference(plain.model, ours.model) <= course_rounding(plain).weights
     heads = {n: p for n, p in ours.model.named_parameters() if "lm_head" in n}
     moved = {n: (p - make_tiny_model().lm_head.weight).abs().max().item() for n, p in heads.items()}
     assert sorted(value > 1e-3 for value in moved.values()) == [False, True]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from courses import CourseRounding, nudge
 from safetensors.torch import save_file
 from tiny_language_model import (
     largest_difference,
@@ -90,9 +91,14 @@ def scripted_trainer(output: Path, per_device: int, **settings: Any) -> Any:
     )
 
 
-def _train(trainer_class: Any, config_class: Any, output: Path, **settings: Any) -> Any:
+def _train(
+    trainer_class: Any, config_class: Any, output: Path, *, nudged: bool = False, **settings: Any
+) -> Any:
+    model = make_tiny_model()
+    if nudged:
+        nudge(model)
     trainer = trainer_class(
-        model=make_tiny_model(),
+        model=model,
         reward_funcs=reward_digits,
         args=config_class(
             **{
@@ -123,6 +129,8 @@ def compare_with_grpo(output: Path) -> dict[str, float]:
         plain = _train(GRPOTrainer, GRPOConfig, output, epsilon=math.inf, **settings)
         off = {"troll_kl_bound": math.inf, "troll_alpha": 0.0, "troll_pack_sequences": name == "packing"}
         ours = _train(TROLLTrainer, TROLLConfig, output, **off, **settings)
+        nudged = _train(GRPOTrainer, GRPOConfig, output, nudged=True, epsilon=math.inf, **settings)
+        differences[f"rounding, {name}"] = CourseRounding.between(plain, nudged).weights
         assert ours.accelerator.num_processes == 2
         differences[f"to GRPO, {name}"] = largest_difference(plain.model, ours.model)
         differences[f"moved, {name}"] = largest_difference(make_tiny_model(), ours.model)
@@ -154,7 +162,7 @@ def _batch(rank: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _extended() -> Any:
-    model = make_tiny_model()
+    model = make_tiny_model().double()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     add_sparse_head(model, 1.0, maybe_gather_lm_head_ctx)
     add_packing(model)

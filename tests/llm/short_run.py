@@ -45,7 +45,7 @@ def start(output: Path, *more: str) -> subprocess.Popen[bytes]:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, "the run ended before it could be interrupted"
         assert time.monotonic() < deadline

@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_gives_the_uninterrupted_run(tmp_p
     process = start(folder, "--save-every", "16")
     wait_until(lambda: steps_logged(folder) >= 5, process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     run = RunFolder.open(folder)
     latest = run.latest_checkpoint()
     assert latest is not None

@@ -12,6 +12,7 @@ import sources
 import torch
 
 import tether.advantages
+from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.losses import LOSSES, PolicyLoss
 from tether.losses.aggregate import LossAggMode
 
@@ -39,8 +40,10 @@ def test_loss_and_gradient_equal_the_source(
 ) -> None:
     result, gradient = _ours(function, reference, batch)
     loss, expected = reference.compute(references.batch_of(batch))
-    np.testing.assert_allclose(result.loss.item(), float(loss), rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(gradient, np.asarray(expected), rtol=1e-6, atol=1e-7)
+    # Ours is float64, but some sources keep a setting or a step in between in float32.
+    within = SUMMED_ANOTHER_WAY * unit_of(1.0)
+    np.testing.assert_allclose(result.loss.item(), float(loss), rtol=within, atol=0.1 * within)
+    np.testing.assert_allclose(gradient, np.asarray(expected), rtol=within, atol=0.1 * within)
     assert np.abs(gradient).max() > 0.01  # a comparison of zeros would say nothing
 
 

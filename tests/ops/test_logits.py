@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from rounding import SUMMED_ANOTHER_WAY, error_of, rounding_of
 from tether.errors import InvalidInputError
 from tether.ops import logits as logits_module
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
@@ -50,7 +51,9 @@ def test_half_precision_logits_give_float32_log_probs() -> None:
     logits, rows, ids = _case(torch.bfloat16)
     found = logits_log_probs(logits.requires_grad_(), ids, rows=rows)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), _dense(logits.double(), rows, ids), atol=1e-5, rtol=1e-6)
+    exact = _dense(logits.double(), rows, ids)
+    within = SUMMED_ANOTHER_WAY * rounding_of(_dense(logits.float(), rows, ids), exact)
+    assert error_of(found, exact) <= within
     found[0, 0].backward()
     assert logits.grad.dtype == torch.bfloat16
 

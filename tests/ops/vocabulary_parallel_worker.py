@@ -2,7 +2,8 @@
 
     python vocabulary_parallel_worker.py OUT      with RANK set
 
-Writes OUT/RANK.json: by scenario, the largest difference of each quantity to one process with the whole head.
+Writes OUT/RANK.json: by scenario, the largest difference of each quantity to one process with the whole head,
+below float64 in multiples of that process's own rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
+from rounding import error_of, rounding_of
 from tether.ops import LinearLogProbs, linear_log_probs, vocabulary_parallel
 from tether.ops.shards import VocabularyShard
 
@@ -37,11 +39,15 @@ def _own(start: int, vocabulary: int, group: Any = None) -> tuple[VocabularyShar
     return VocabularyShard(group or dist.group.WORLD, rows.start, vocabulary), rows
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest entry; infinite entries must be the same."""
-    assert torch.equal(got.isneginf(), wanted.isneginf())
-    got, wanted = (torch.where(x.isneginf(), 0.0, x).detach() for x in (got, wanted))
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1))
+def _difference(got: Tensor, wanted: Tensor, exact: Tensor | None = None) -> float:
+    """Largest difference, relative to the largest entry; infinite entries must be the same.
+
+    In float64. In lower precision the error against `exact`, in multiples of what `wanted` itself rounds by.
+    """
+    if exact is not None:
+        return error_of(got, exact) / rounding_of(wanted, exact)
+    assert wanted.dtype == torch.float64
+    return error_of(got, wanted) / max(1.0, float(wanted.abs().where(wanted.isfinite(), 0.0).max()))
 
 
 def compare(
@@ -56,29 +62,31 @@ def compare(
     """Values and gradients of a split head against those of a whole one."""
     hidden, weight, bias, ids = inputs
     options["with_min"] = True
-    whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    expected = linear_log_probs(whole[0], whole[1], ids, bias=whole[2] if with_bias else None, **options)
-    split = [hidden.clone().requires_grad_()] + [x[rows].clone().requires_grad_() for x in (weight, bias)]
-    result = vocabulary_parallel.linear_log_probs(
-        split[0], split[1], ids, shard=shard, bias=split[2] if with_bias else None, **options
-    )
-    used = 3 if with_bias else 2
-    wanted = torch.autograd.grad(loss(expected, ids), whole[:used])
-    got = torch.autograd.grad(loss(result, ids), split[:used])
-    differences = {
-        "log_probs": _difference(result.log_probs, expected.log_probs),
-        "log_sum_exp": _difference(result.log_sum_exp, expected.log_sum_exp),
-        "entropy": _difference(result.entropy, expected.entropy),
-        "log_prob_min": _difference(result.log_prob_min, expected.log_prob_min),
-        "hidden gradient": _difference(got[0], wanted[0]),
-        "weight gradient": _difference(got[1], wanted[1][rows]),
-    }
-    if with_bias:
-        differences["bias gradient"] = _difference(got[2], wanted[2][rows])
-    if expected.top_ids is not None:
-        differences["top_ids"] = float((result.top_ids != expected.top_ids).sum())
-        differences["top_log_probs"] = _difference(result.top_log_probs, expected.top_log_probs)
-    return differences
+
+    def outcome(split: bool, dtype: torch.dtype = hidden.dtype) -> dict[str, Tensor]:
+        mine = rows if split else slice(None)
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight[mine], bias[mine])]
+        used = leaves if with_bias else leaves[:2]
+        keywords = {**options, "bias": leaves[2] if with_bias else None}
+        if split:
+            result = vocabulary_parallel.linear_log_probs(*leaves[:2], ids, shard=shard, **keywords)
+        else:
+            result = linear_log_probs(*leaves[:2], ids, **keywords)
+        gradients = torch.autograd.grad(loss(result, ids), used)
+        own = slice(None) if split else rows
+        named = zip(("hidden gradient", "weight gradient", "bias gradient"), gradients, strict=False)
+        found = {name: gradient[own] if name[0] != "h" else gradient for name, gradient in named}
+        for name in ("log_probs", "log_sum_exp", "entropy", "log_prob_min", "top_ids", "top_log_probs"):
+            if getattr(result, name) is not None:
+                found[name] = getattr(result, name)
+        return found
+
+    got, wanted = outcome(split=True), outcome(split=False)
+    exact = {} if hidden.dtype == torch.float64 else outcome(split=False, dtype=torch.float64)
+    found = {}
+    if "top_ids" in got:
+        found["top_ids"] = float((got.pop("top_ids") != wanted["top_ids"]).sum())
+    return found | {name: _difference(got[name], wanted[name], exact.get(name)) for name in got}
 
 
 def every_setting() -> dict[str, dict[str, float]]:

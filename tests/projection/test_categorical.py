@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracles
+from rounding import SUMMED_ANOTHER_WAY, error_of, rounding_of, unit_of
 from tether.errors import InvalidInputError
 from tether.projection import (
     CategoricalProjection,
@@ -69,7 +70,7 @@ def test_the_result_solves_the_primal_problem_by_an_interior_point_solver(seed: 
     result = project_categorical(new[0], old[0], bound)
     assert bool(result.projected)
     expected = oracles.project_by_cone_program(new[0], old[0], bound)
-    np.testing.assert_allclose(result.log_probs.exp(), expected, atol=1e-6)
+    np.testing.assert_allclose(result.log_probs.exp(), expected, atol=oracles.CONE_PROGRAM_ERROR)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -300,7 +301,7 @@ def test_a_sequence_solves_its_primal_problem_by_an_interior_point_solver() -> N
     new, old = _rows(3, 4, 1.2, seed=3)
     result = project_categorical(new, old, 0.1, region="sequence")
     expected = oracles.project_by_cone_program(new, old, 0.1)
-    np.testing.assert_allclose(result.log_probs.exp(), expected, atol=1e-6)
+    np.testing.assert_allclose(result.log_probs.exp(), expected, atol=oracles.CONE_PROGRAM_ERROR)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, INF, -INF, 1e30])
@@ -427,8 +428,10 @@ def test_float32_gradients_match_float64_ones() -> None:
         result = project_categorical(leaf, old.to(dtype), 0.05)
         gradients.append(torch.autograd.grad(result.log_probs, leaf, upstream.to(dtype))[0].double())
     error = (gradients[0] - gradients[1]).norm(dim=-1) / gradients[0].norm(dim=-1)
-    assert float(error.max()) < 1e-3
-    assert float(error.median()) < 1e-5
+    # As well as the step is known; a hundredfold where a row lies just outside of the bound.
+    tolerance = solve.TOLERANCE[torch.float32]
+    assert float(error.max()) < 100 * tolerance
+    assert float(error.median()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -452,6 +455,11 @@ def test_autocast_does_not_lower_the_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = project_categorical(new, old, 0.05)
     assert torch.equal(plain.log_probs, under.log_probs)
+
+
+def _mass_error(log_probs: Tensor) -> float:
+    mass = log_probs.detach().double().exp().sum(-1)
+    return error_of(mass, torch.ones_like(mass)) if len(mass) else 0.0
 
 
 def _extreme_rows(n: int, v: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -502,8 +510,9 @@ def test_in_float32_no_row_exceeds_the_bound_by_a_thousandth(n: int, v: int, kin
         assert finite.any()
         assert kl[finite].min() >= bound * (1 - 1e-3)
         assert (result.projected.numpy() | (before <= bound * (1 + 1e-4))).all()
-        mass = np.exp(result.log_probs.double().numpy()).sum(-1)
-        np.testing.assert_allclose(mass, 1, atol=2e-5)
+        # torch's own log_softmax of 262,144 numbers is off by 1e-4 where a processor adds them one by one.
+        within = SUMMED_ANOTHER_WAY * max(unit_of(1.0), _mass_error(new), _mass_error(old))
+        assert _mass_error(result.log_probs) <= within
         checked += len(rows)
         largest_kl = max(largest_kl, float(before[np.isfinite(before)].max()))
     assert checked == n
@@ -542,7 +551,7 @@ def test_nasty_rows_stay_inside_normalised_and_with_finite_gradients(
     assert oracles.kl(exact, old, smallest=oracles.SMALLEST_FLOAT32).max() <= bound * (1 + 1e-3)
     assert torch.equal(projected[~result.projected], new.detach()[~result.projected])
     moved = projected[result.projected]
-    torch.testing.assert_close(moved.exp().sum(-1), torch.ones_like(moved[:, 0]), atol=1e-4, rtol=0)
+    assert _mass_error(moved) <= SUMMED_ANOTHER_WAY * unit_of(1.0, terms=new.shape[-1])
     assert not bool((moved.exp() > 0)[torch.isneginf(old[result.projected])].any())
     assert bool(((result.step >= 0) & (result.step <= 1)).all())
     upstream = torch.randn_like(new)
@@ -556,7 +565,8 @@ def test_the_divergence_of_nasty_rows_equals_a_term_by_term_sum(case: tuple[Tens
     new, old, _ = case
     smallest = 1e-37 if new.dtype == torch.float32 else 0.0
     expected = oracles.kl(new, old, smallest=smallest)
-    tolerance = 1e-4 if new.dtype == torch.float32 else 1e-9
+    rounding = SUMMED_ANOTHER_WAY * unit_of(1.0, terms=new.shape[-1])
+    tolerance = rounding if new.dtype == torch.float32 else 1e-9
     for value in (kl_categorical(new, old), project_categorical(new, old, 1.0).kl):
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance)
 
@@ -609,7 +619,10 @@ def test_kl_of_half_precision_is_computed_in_float32() -> None:
     new, old = _rows(100, 300, 0.3, dtype=torch.bfloat16)
     value = kl_categorical(new, old)
     assert value.dtype == torch.float32
-    np.testing.assert_allclose(value, oracles.kl(new.double(), old.double()), rtol=1e-4, atol=1e-6)
+    exact = torch.from_numpy(oracles.kl(new.double(), old.double()))
+    p, q = (side.float().log_softmax(-1) for side in (new, old))
+    naive = (p.exp() * (p - q)).sum(-1)
+    assert error_of(value, exact) <= SUMMED_ANOTHER_WAY * rounding_of(naive, exact)
 
 
 def test_kl_is_differentiable_next_to_zeros() -> None:
@@ -628,7 +641,7 @@ def test_kl_of_identical_rows_is_zero_and_never_negative() -> None:
     new, _ = _rows(2000, 50, 1.0, dtype=torch.float32)
     value = kl_categorical(new, new + 1e-7)
     assert float(value.min()) >= 0
-    assert float(value.max()) < 1e-6
+    assert float(value.max()) <= 2 * unit_of(new)  # what two log-probabilities that round once differ by
 
 
 # Errors and edges

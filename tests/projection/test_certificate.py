@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 import oracles
+from rounding import unit_of
 from tether.errors import InvalidInputError
 from tether.projection import SparseLogProbs, certify
 
 BOUND = 0.05
 
+VOCABULARY = 300
+
 # Of float64 sums over the vocabulary; the smallest of them come out negative.
-ORACLE_ERROR = 1e-14
+ORACLE_ERROR = unit_of(1.0, torch.float64, terms=VOCABULARY)
 
 
-def _pairs(seed: int, vocabulary: int = 300) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(seed: int, vocabulary: int = VOCABULARY) -> Iterator[tuple[Tensor, Tensor]]:
     """Old and new logits [64, V] of many kinds, from equal to far beyond the bound."""
     generator = torch.Generator().manual_seed(seed)
 
