@@ -142,7 +142,7 @@ def test_resuming_under_other_versions_warns(tmp_path: Path) -> None:
         begin(tmp_path / "run", resume=True).close()
 
 
-@pytest.mark.parametrize("changes", [{"kind": "robot"}, {"label": ""}, {"settings": {"f": print}}])
+@pytest.mark.parametrize("changes", [{"kind": ""}, {"label": ""}, {"settings": {"f": print}}])
 def test_a_config_that_makes_no_sense_leaves_no_folder(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         begin(tmp_path / "run", **changes)
@@ -155,7 +155,6 @@ def test_a_config_that_makes_no_sense_leaves_no_folder(tmp_path: Path, changes: 
         (None, "not a run folder"),
         ("{", "not a run's configuration"),
         ('{"kind": "llm"}', "not a run's configuration"),
-        ('{"kind": "game", "label": "a", "seed": 0}', "kind is 'game'"),
     ],
 )
 def test_opening_what_is_not_a_run_says_so(tmp_path: Path, content: str | None, message: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tether.errors import CheckpointError
@@ -40,6 +43,29 @@ class FolderLock:
     def release(self) -> None:
         """Let others write; doing it twice is harmless."""
         self._file.close()
+
+
+@contextmanager
+def waiting_lock(folder: Path, seconds: float = 120.0) -> Iterator[None]:
+    """Hold the lock on a folder, after waiting for whoever has it.
+
+    Raises:
+        CheckpointError: another process has held it for so long.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            lock = FolderLock(folder)
+        except CheckpointError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+        else:
+            break
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 if sys.platform == "win32":

@@ -146,13 +146,6 @@ def small_multiples(
         return figure
 
 
-def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, theme: Theme = "light") -> None:
-    """Draw a panel on existing axes; ``labels`` are all labels that share the colours."""
-    ends = _draw(axes, panel, _named([panel]) if labels is None else labels, theme)
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
-    label_ends(axes, ends)
-
-
 def _named(panels: Sequence[Panel]) -> list[str]:
     """The labels that have a colour of their own."""
     return list(

@@ -14,6 +14,11 @@ from tether.experiments.run_config import CONFIG_FILE, RunConfig, differences, r
 FINISHED_FILE = "FINISHED"
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a run that came to its end."""
+    return (folder / CONFIG_FILE).is_file() and (folder / FINISHED_FILE).is_file()
+
+
 def check_target(path: Path, resume: bool) -> bool:
     """Whether ``path`` holds a run to resume; refuses what must not be overwritten."""
     if path.exists() and not path.is_dir():

@@ -32,7 +32,6 @@ from tether.experiments.measurements import as_number, summary_writer
 from tether.experiments.peak_memory import at_the_end
 from tether.experiments.run_config import (
     CONFIG_FILE,
-    KINDS,
     RunConfig,
     installed_versions,
     now,
@@ -106,7 +105,7 @@ class RunFolder:
 
         Args:
             path: the run's folder; parents are made.
-            kind: ``"llm"`` or ``"episodic"``.
+            kind: what decides how its report looks (`tether.experiments.run_kind.RunKind.name`).
             label: the method's name in legends and tables.
             seed: the run's seed.
             settings: the options of the training command, JSON-able.
@@ -121,12 +120,13 @@ class RunFolder:
         Raises:
             CheckpointError: the folder holds a run and ``resume`` is off; it holds another run or something
                 else than a run; another process writes it.
-            InvalidInputError: an unknown kind, an empty label, settings JSON cannot hold.
+            InvalidInputError: an empty kind or label, settings JSON cannot hold.
         """
-        if kind not in KINDS:
-            raise InvalidInputError(f"kind={kind!r}: known kinds of run are {', '.join(KINDS)}.")
-        if not label:
-            raise InvalidInputError("A run needs a label: the method's name in legends and tables.")
+        if not kind or not label:
+            raise InvalidInputError(
+                f"kind={kind!r}, label={label!r}: a run needs a kind, which decides how its report looks, "
+                "and a label, the method's name in legends and tables."
+            )
         path = Path(path)
         # Through JSON and back, so that tuples and lists, paths and strings compare equal on resume.
         plain: dict[str, Any] = load_json(dump_json(dict(settings)))
@@ -203,13 +203,6 @@ class RunFolder:
         target = self.path / "samples" / f"{step_name(step)}.jsonl"
         return atomic_write_text(target, dump_json_lines(dict(row) for row in rows))
 
-    def figure_path(self, name: str) -> Path:
-        """Where a picture or video of the run goes: ``figures/<name>``; the folder is made."""
-        self._check_writable()
-        folder = self.path / "figures"
-        folder.mkdir(exist_ok=True)
-        return folder / name
-
     def mark_finished(self) -> None:
         """Note the end of training, its time and its peak of memory; call it last, no numbers can follow."""
         self._check_writable()
@@ -223,6 +216,13 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether training came to its end (`mark_finished`)."""
         return (self.path / FINISHED_FILE).exists()
+
+    def end(self) -> dict[str, Any]:
+        """What `mark_finished` noted: the time, seconds of training, the peak of memory; nothing before."""
+        if not self.finished:
+            return {}
+        content: dict[str, Any] = load_json((self.path / FINISHED_FILE).read_bytes())
+        return content
 
     @property
     def elapsed(self) -> float:

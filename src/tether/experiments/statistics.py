@@ -142,7 +142,9 @@ def bootstrap_interval(
 def proportion_interval(proportion: float, count: int, *, level: float = 0.95) -> Interval:
     """How far one run's success would move with other problems: Wilson's interval for ``count`` trials.
 
-    It says nothing about other seeds. E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
+    It says nothing about other seeds. E. B. Wilson, J. Am. Stat. Assoc. 22 (1927). Equals the interval of
+    ``scipy.stats.binomtest``, which refuses what is no whole number of successes, such as the mean over
+    several responses to each problem.
 
     Raises:
         InvalidInputError: a proportion outside [0, 1] or no trials.
@@ -200,6 +202,8 @@ def permutation_p_value(
     that many random ones. It assumes no distribution and holds for few runs, where a bootstrap interval is
     too narrow: five runs against five can reach .008, three against three never less than .1.
 
+    Equals ``scipy.stats.permutation_test``, which refuses a method with a single run.
+
     Source: Fisher's randomisation test; the sampled form as in Phipson and Smyth (arXiv 1603.05766).
 
     Raises:
@@ -213,12 +217,13 @@ def permutation_p_value(
         raise InvalidInputError(f"Scores must be [runs], got shapes {left.shape} and {right.shape}.")
     together = np.concatenate([left, right])
     total, count = together.sum(), len(left)
+    # Rounding must not make the arrangement observed rarer than itself, even where its difference is 0.
+    slack = 1e-12 * np.abs(together).max()
 
     def difference(sums: Array) -> Array:
         return np.abs(sums / count - (total - sums) / len(right))
 
-    # A hair below, so that rounding never makes the arrangement observed rarer than itself.
-    observed = difference(left.sum()[None])[0] * (1 - 1e-9)
+    observed = difference(left.sum()[None])[0] - slack
     if math.comb(len(together), count) <= resamples:
         chosen = np.array(list(itertools.combinations(range(len(together)), count)))
         return float((difference(together[chosen].sum(axis=1)) >= observed).mean())

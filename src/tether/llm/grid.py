@@ -38,6 +38,11 @@ class Cell:
     """The run, without its threads."""
 
     @property
+    def name(self) -> str:
+        """The run's name, of which a grid has each once."""
+        return self.train.output.name
+
+    @property
     def seed(self) -> int:
         """The run's seed."""
         return self.train.seed
