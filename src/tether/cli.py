@@ -222,11 +222,14 @@ def _collect(arguments: list[str]) -> None:
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder of runs: one grid")
     parser.add_argument("--output", type=Path, required=True, metavar="STUDY.csv", help="the table")
+    parser.add_argument("--every-step", action="store_true", help="a row for each step, not each evaluation")
+    parser.add_argument("--unfinished", action="store_true", help="take runs that were stopped early, too")
     options = parser.parse_args(arguments)
     table = StudyTable(options.output, KINDS)
     for folder in options.folders:
         runs = load_runs([folder], KINDS)
-        table.add(folder.resolve().name, runs)
+        grid = folder.resolve().name
+        table.add(grid, runs, every_step=options.every_step, unfinished=options.unfinished)
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 

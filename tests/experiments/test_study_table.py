@@ -115,7 +115,7 @@ def test_pandas_reads_it_without_us(table: StudyTable) -> None:
     frame = pandas.read_csv(table.path)
     assert list(frame.columns[:7]) == ["study", "grid", "run", "label", "seed", "method", "options.low"]
     assert "task" not in frame  # the same for all: it is among the shared settings
-    assert yaml.safe_load(table.settings_path.read_text())["grid"]["shared"]["settings"]["task"] == "sums"
+    assert yaml.safe_load(table.settings_path.read_text())["grid"]["shared"]["settings.task"] == "sums"
     last = frame[frame.step == 5].groupby("label")["eval/success"].mean()
     assert last["TROLL"] == pytest.approx(0.82)
     assert last["clip"] == pytest.approx(0.62)

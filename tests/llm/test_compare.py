@@ -94,7 +94,7 @@ def test_a_kept_run_from_before_a_setting_existed_had_its_default(
     assert run(tmp_path) == 0
     path = tmp_path / "kept.settings.yaml"
     kept = yaml.safe_load(path.read_text())
-    del kept["runs"]["shared"]["settings"]["optimizer"]
+    del kept["runs"]["shared"]["settings.optimizer"]
     path.write_text(yaml.safe_dump(kept))
     assert run(tmp_path) == 0
     capfd.readouterr()

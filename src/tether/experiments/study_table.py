@@ -1,4 +1,4 @@
-"""A study as one table that anything can read: a row for each run and evaluation, in a CSV file.
+"""Runs as one table that anything can read: a row for each run and evaluation, in a CSV file.
 
 The columns: ``study``, ``grid``, ``run``, ``label``, ``seed``; the settings that vary in the study, by their
 names; ``step``; what training measured since the evaluation before (``train/...``); what the evaluation
@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +107,25 @@ class StudyTable:
             raise CheckpointError(f"{self.path} holds no run {wanted}; its grids are {grids or 'none'}.")
         return found
 
-    def add(self, grid: str, runs: Iterable[RunData]) -> None:
-        """Keep finished runs under a grid, thinned to their evaluations; a run of the same name is replaced.
+    def add(
+        self, grid: str, runs: Iterable[RunData], *, every_step: bool = False, unfinished: bool = False
+    ) -> None:
+        """Keep runs under a grid; a run of the same name is replaced.
 
         Both files are replaced whole, so a reader or a crash sees the old table or the new one.
+
+        Args:
+            grid: what the runs belong to.
+            runs: finished runs.
+            every_step: a row for each step of training instead of each evaluation.
+            unfinished: take runs that were stopped early, too.
 
         Raises:
             CheckpointError: an unfinished run; a damaged table; another process has been writing for minutes.
         """
-        new = {(grid, run.path.name): run for run in runs}
+        new = {(grid, run.path.name): run if every_step else at_evaluations(run) for run in runs}
         for run in new.values():
-            if not run.finished:
+            if not run.finished and not unfinished:
                 raise CheckpointError(f"The run {run.path} is not finished, so it cannot be kept yet.")
         if not new:
             return
@@ -145,7 +153,17 @@ class StudyTable:
         end = record.pop("end")
         config = RunConfig(**record)
         kind = kind_named(config.kind, self._kinds)
-        return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, True, end)
+        return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, bool(end), end)
+
+
+def at_evaluations(run: RunData) -> RunData:
+    """The run with a record of training for each evaluation: of the steps since the one before."""
+    ends = sorted({int(record["step"]) for record in (*run.evals, *run.metrics[-1:])})
+    metrics = [
+        record | {"step": next(end for end in ends if end >= record["step"])}
+        for record in thinned(run.metrics, ends)
+    ]
+    return replace(run, metrics=metrics)
 
 
 # ---------------------------------------------------------------------- rows
@@ -225,17 +243,12 @@ def _names(records: Iterable[Record], prefix: str = "") -> list[str]:
 
 
 def _lines(run: RunData) -> list[Record]:
-    """A run's numbers by step, training's those since the evaluation before."""
-    evaluated = [int(record["step"]) for record in run.evals]
-    lines: dict[int, dict[str, Any]] = {step: {"step": step} for step in evaluated}
-    for record in run.evals:
-        lines[int(record["step"])] |= {EVAL + name: value for name, value in record.items() if name != "step"}
-    last = [int(record["step"]) for record in run.metrics[-1:]]
-    ends = sorted({*evaluated, *last})
-    for record in thinned(run.metrics, ends):
-        end = next(step for step in ends if step >= record["step"])
-        line = lines.setdefault(end, {"step": end})
-        line |= {TRAIN + name: value for name, value in record.items() if name != "step"}
+    """A run's numbers by step."""
+    lines: dict[int, dict[str, Any]] = {}
+    for prefix, records in ((EVAL, run.evals), (TRAIN, run.metrics)):
+        for record in records:
+            line = lines.setdefault(int(record["step"]), {"step": int(record["step"])})
+            line |= {prefix + name: value for name, value in record.items() if name != "step"}
     return [lines[step] for step in sorted(lines)]
 
 
@@ -250,60 +263,46 @@ def _cell(value: object) -> str:
 
 # ---------------------------------------------------------------------- settings
 
-_NESTED = ("settings", "versions")
+_NESTED = ("settings", "versions", "end")
 
 
 def _settings_text(runs: Mapping[Key, RunData]) -> str:
     """Of each grid what its runs share, and what is each run's own."""
     grids: dict[str, dict[str, dict[str, Any]]] = {}
     for (grid, name), run in runs.items():
-        grids.setdefault(grid, {})[name] = {**run.config.as_dict(), "end": _end(run)}
+        # The peak of memory that a run's end notes is in the table.
+        end = {word: run.end[word] for word in ("time", "training_seconds") if word in run.end}
+        record: dict[str, Any] = {**run.config.as_dict(), "end": end}
+        plain = {name: value for name, value in record.items() if name not in _NESTED}
+        inner = {f"{name}.{key}": value for name in _NESTED for key, value in record[name].items()}
+        grids.setdefault(grid, {})[name] = plain | inner
     return yaml_text({grid: _shared_and_own(records) for grid, records in grids.items()})
 
 
-def _end(run: RunData) -> dict[str, Any]:
-    """When the run came to its end, and after how long; its peak of memory is in the table."""
-    return {name: run.end[name] for name in ("time", "training_seconds") if name in run.end}
-
-
 def _shared_and_own(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    shared: dict[str, Any] = {}
-    own: dict[str, dict[str, Any]] = {name: {} for name in records}
-    for field in RunConfig.__dataclass_fields__:
-        values = {name: record[field] for name, record in records.items()}
-        if field in _NESTED:
-            shared[field], differing = _split(values)
-            own = {name: own[name] | ({field: differing[name]} if differing[name] else {}) for name in own}
-        elif _all_equal(values.values()) and field != "started":
-            shared[field] = next(iter(values.values()))
-        else:
-            own = {name: own[name] | {field: values[name]} for name in own}
-    return {"shared": shared, "runs": {name: own[name] | {"end": records[name]["end"]} for name in own}}
-
-
-def _split(mappings: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What all mappings have with the same value, and the rest of each."""
-    first = next(iter(mappings.values()))
-    shared = {
-        key: value
-        for key, value in first.items()
-        if all(key in one for one in mappings.values()) and _all_equal(one[key] for one in mappings.values())
-    }
-    return shared, {
-        name: {key: value for key, value in one.items() if key not in shared}
-        for name, one in mappings.items()
-    }
-
-
-def _all_equal(values: Iterable[Any]) -> bool:
+    first, *others = records.values()
     # By their text: 1, 1.0 and True are equal, and different settings.
-    return len({repr(value) for value in values}) == 1
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(name in other and repr(other[name]) == repr(value) for other in others)
+    }
+    own = {
+        run: {name: value for name, value in record.items() if name not in shared}
+        for run, record in records.items()
+    }
+    return {"shared": shared, "runs": own}
 
 
 def _read_settings(path: Path) -> dict[Key, dict[str, Any]]:
-    found = {}
+    found: dict[Key, dict[str, Any]] = {}
     for grid, content in load_yaml(path).items():
-        for name, own in content["runs"].items():
-            nested = {field: content["shared"][field] | own.get(field, {}) for field in _NESTED}
-            found[grid, name] = content["shared"] | own | nested
+        for run, own in content["runs"].items():
+            record = found[grid, run] = {name: {} for name in _NESTED}
+            for name, value in (content["shared"] | own).items():
+                outer, _, inner = name.partition(".")
+                if inner:
+                    record[outer][inner] = value
+                else:
+                    record[outer] = value
     return found

@@ -142,7 +142,8 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
     if config.results is None:
         finished = _read(cell.train.output for cell in grid if is_finished(cell.train.output))
         return {run.path.name: run for run in finished}
-    runs = StudyTable(config.results, KINDS).runs(grid_name(config))
+    table = StudyTable(config.results, KINDS).runs(grid_name(config))
+    runs = {name: run for name, run in table.items() if run.finished}
     for cell in grid:
         run = runs.get(cell.name)
         changed = _changed(run.config.settings, cell.train) if run is not None else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tether.errors import ConfigError
 from tether.experiments.study_table import check_table_path
 from tether.llm.config import TrainConfig
-from tether.llm.methods import Estimator
+from tether.llm.method_names import Estimator
 
 
 @dataclass(frozen=True)

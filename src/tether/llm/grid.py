@@ -10,7 +10,7 @@ from typing import Any
 from tether.errors import ConfigError, did_you_mean
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
-from tether.llm.methods import is_loss, method_label
+from tether.llm.method_names import is_loss, method_label
 
 Value = int | float | bool | str | None
 
@@ -205,7 +205,7 @@ def _lengths(config: CompareConfig, changes: dict[str, Any]) -> dict[str, int]:
 
 def _method_label(method: str, train: TrainConfig) -> str:
     _, settings = parse_method(method)
-    label = method_label(replace(train, name=None, loss_options={}))
+    label = method_label(train.trust_region, {})
     return " ".join([label, ", ".join(f"{key}={value}" for key, value in settings.items())]).strip()
 
 
