@@ -122,7 +122,7 @@ def test_time_left_follows_the_work_that_is_left(tmp_path: Path) -> None:
         for step in (1, 2):
             now[0] += 10.0
             run.log(step, loss=0.0)
-            display.look()
+            display.refresh()
     assert display.time_left() == pytest.approx(60.0)
 
 

@@ -118,6 +118,6 @@ def test_several_runs_are_followed_by_their_folders(make_run: Callable[..., Path
     console = Console(file=out, width=60)
     with SeveralRuns(runs, displayed=DISPLAYED, console=console, clock=clock) as display:
         clock.now += 3.0
-        display.look()
-        display.look()
+        display.refresh()
+        display.refresh()
     assert out.getvalue() == "TROLL, seed 0  2/2  0:03 elapsed  success 75.0%  KL 0.25\n"

@@ -120,7 +120,7 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def newest_sound_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
+def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
     """The newest complete checkpoint whose files are as they were written; None if there is none.
 
     Args:

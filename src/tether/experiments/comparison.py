@@ -258,7 +258,7 @@ def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) ->
                 min_width=width,
             )
         for row in group:
-            table.add_row(*(Text(part) for part in _in_a_terminal(row, metric, columns)))
+            table.add_row(*(Text(part) for part in _terminal_cells(row, metric, columns)))
         tables.append(table)
     costs = None if baseline is None else cost_table(_costs(rows), baseline)
     return tables if costs is None else [*tables, costs]
@@ -272,7 +272,7 @@ def _costs(rows: Iterable[Row]) -> dict[str, list[Cost]]:
     return costs
 
 
-def _in_a_terminal(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
+def _terminal_cells(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
     """A row's words, each interval on a line of its own, the p-value under the verdict."""
     words = cells_of(row, metric)
     for name in columns:

@@ -15,7 +15,7 @@ from tether.experiments.forked import ForkedProcess, preload
 from tether.experiments.progress import Displayed, SeveralRuns
 from tether.experiments.runs import RunFolder
 
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_REFRESHES = 0.5
 _LINES_OF_A_FAILURE = 15
 
 
@@ -97,14 +97,14 @@ def run_jobs(
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 queue.start()
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-                display.look([job.name for job in queue.running])
+                time.sleep(_SECONDS_BETWEEN_REFRESHES)
+                display.refresh([job.name for job in queue.running])
                 queue.collect()
                 if queue.failures and (not keep_going or not queue.succeeded):
                     break
         finally:
             queue.stop()
-        display.look([job.name for job in jobs])
+        display.refresh([job.name for job in jobs])
     if queue.failures:
         raise RunFailedError("\n\n".join(queue.failures))
     return queue.unfinished

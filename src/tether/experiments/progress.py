@@ -172,7 +172,7 @@ class SeveralRuns:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def look(self, names: Collection[str] | None = None) -> None:
+    def refresh(self, names: Collection[str] | None = None) -> None:
         """Read what the runs have written and show it; with ``names``, of these alone."""
         for name in self._runs if names is None else names:
             step, numbers = self._latest(name)

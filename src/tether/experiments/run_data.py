@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tether.errors import CheckpointError
-from tether.experiments.peak_memory import largest
+from tether.experiments.peak_memory import largest_peak
 from tether.experiments.run_config import RunConfig
 from tether.experiments.run_kind import Kinds, RunKind, kind_named
 from tether.experiments.run_start import find_runs
@@ -92,7 +92,7 @@ class RunData:
     @cached_property
     def peak_memory(self) -> tuple[str, int] | None:
         """The most a step took beyond the start of training: one of `MEMORY_METRICS`, and bytes."""
-        return largest(self.metrics)
+        return largest_peak(self.metrics)
 
     @property
     def steps(self) -> int:

@@ -25,11 +25,11 @@ from tether.experiments.files import (
     iterate_json_lines,
     load_json,
     read_json_lines,
-    write_whole,
+    write_all,
 )
 from tether.experiments.locking import FolderLock
 from tether.experiments.measurements import as_number, summary_writer
-from tether.experiments.peak_memory import at_the_end
+from tether.experiments.peak_memory import peak_at_end
 from tether.experiments.run_config import (
     CONFIG_FILE,
     RunConfig,
@@ -82,8 +82,8 @@ class RunFolder:
         self._wants_tensorboard = tensorboard
         self._tensorboard: SummaryWriter | None = None
         if lock is not None:
-            self._drop_cut_lines()
-            self._recall()
+            self._drop_partial_lines()
+            self._restore_position()
 
     # ------------------------------------------------------------------ beginning
 
@@ -207,7 +207,7 @@ class RunFolder:
         """Note the end of training, its time and its peak of memory; call it last, no numbers can follow."""
         self._check_writable()
         self._sync()
-        end = {"time": now(), "training_seconds": self.elapsed, **at_the_end(self.metrics())}
+        end = {"time": now(), "training_seconds": self.elapsed, **peak_at_end(self.metrics())}
         atomic_write_json(self.path / FINISHED_FILE, end)
 
     # ------------------------------------------------------------------ reading
@@ -289,7 +289,7 @@ class RunFolder:
 
         Its files are compared with what was written; a damaged one is refused, or skipped with a warning.
         """
-        return _checkpoints.newest_sound_checkpoint(self._checkpoint_root, damaged)
+        return _checkpoints.newest_intact_checkpoint(self._checkpoint_root, damaged)
 
     def prune_checkpoints(self, keep: int, protect: Collection[int] = ()) -> list[int]:
         """Delete all but the ``keep`` newest complete checkpoints and the steps in ``protect``."""
@@ -318,7 +318,7 @@ class RunFolder:
         for name in (METRICS_FILE, EVAL_FILE):
             self._rewrite(name, lambda record: record.get("step", 0) <= step)
         (self.path / FINISHED_FILE).unlink(missing_ok=True)
-        self._recall()
+        self._restore_position()
 
     # ------------------------------------------------------------------ inside
 
@@ -342,7 +342,7 @@ class RunFolder:
             )
         numbers = {key: as_number(key, value) for key, value in metrics.items()}
         record = {"step": int(step), "time_s": round(self.elapsed, 4), **numbers}
-        write_whole(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
+        write_all(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
         self._last_step[name] = int(step)
         self._mirror("eval" if name == EVAL_FILE else "train", step, numbers)
 
@@ -372,7 +372,7 @@ class RunFolder:
                 f"{self.path} is not open for writing. Go on with it by RunFolder.create(..., resume=True)."
             )
 
-    def _drop_cut_lines(self) -> None:
+    def _drop_partial_lines(self) -> None:
         for name in (METRICS_FILE, EVAL_FILE):
             file = self.path / name
             if file.exists() and not file.read_bytes().endswith(b"\n"):
@@ -385,7 +385,7 @@ class RunFolder:
         kept = b"".join(line for line, record in iterate_json_lines(file) if wanted(record))
         atomic_write_bytes(file, kept)
 
-    def _recall(self) -> None:
+    def _restore_position(self) -> None:
         """Take the last steps and the training time from the files."""
         seconds = 0.0
         self._last_step.clear()

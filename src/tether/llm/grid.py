@@ -50,7 +50,7 @@ class Cell:
     @property
     def point_label(self) -> str:
         """The point in words; empty where nothing but the method varies."""
-        return ", ".join(_in_words(name, value) for name, value in self.point)
+        return ", ".join(_axis_label(name, value) for name, value in self.point)
 
     @property
     def method_label(self) -> str:
@@ -160,7 +160,7 @@ def _cell(
                 f"The method {method!r} sets {key!r}, which is no setting of a training run{has}."
                 f"{did_you_mean(key, [*_FIELDS, *own])}"
             )
-    folder = "-".join([_slug(method), *(_in_short(*place) for place in point), f"seed{seed}"])
+    folder = "-".join([_slug(method), *(_axis_slug(*place) for place in point), f"seed{seed}"])
     folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
     changes |= _lengths(config, changes)
     changes |= {
@@ -213,9 +213,9 @@ def _slug(method: str) -> str:
     return method.replace(":", "-").replace(",", "-").replace("=", "")
 
 
-def _in_short(name: str, value: Value) -> str:
+def _axis_slug(name: str, value: Value) -> str:
     return f"{_SHORT[name][0] if name in _SHORT else name}{value}"
 
 
-def _in_words(name: str, value: Value) -> str:
+def _axis_label(name: str, value: Value) -> str:
     return _SHORT[name][1].format(value) if name in _SHORT else f"{name}={value}"

@@ -34,7 +34,7 @@ NAMED_RIVALS = 3
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediaFile:
     """A picture or video a run made."""
 
     title: str
@@ -211,7 +211,7 @@ def _run_row(run: RunData) -> dict[str, str]:
     }
 
 
-def _media(runs: Sequence[RunData]) -> list[Medium]:
+def _media(runs: Sequence[RunData]) -> list[MediaFile]:
     found = []
     for run in runs:
         for path in run.folder.figures() if run.folder is not None else ():
@@ -222,7 +222,7 @@ def _media(runs: Sequence[RunData]) -> list[Medium]:
             if path.stat().st_size < EMBEDDED_BYTES:
                 data = _data_uri(kind, path.read_bytes())
             title = path.stem.replace("_", " ").replace("-", " ")
-            found.append(Medium(title, _run_name(run), str(path), data, kind.startswith("video")))
+            found.append(MediaFile(title, _run_name(run), str(path), data, kind.startswith("video")))
     return found
 
 
