@@ -388,13 +388,13 @@ def test_an_empty_or_repeated_checkpoint_is_refused(tmp_path: Path) -> None:
             run.checkpoint_folder(2)
 
 
-def test_pruning_keeps_the_newest_complete_and_the_protected(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_complete(tmp_path: Path) -> None:
     with begin(tmp_path / "run") as run:
         for step in (1, 2, 3, 4):
             save_checkpoint(run, step)
         (run.checkpoint_folder(5) / "half").write_text("")
-        assert run.prune_checkpoints(keep=1, protect=[2]) == [1, 3]
-        assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 4]
+        assert run.prune_checkpoints(keep=2) == [1, 2]
+        assert [checkpoint.step for checkpoint in run.checkpoints()] == [3, 4]
         assert (run.path / "checkpoints" / "step-000005" / "half").exists()
         with pytest.raises(InvalidInputError, match="keep=0"):
             run.prune_checkpoints(keep=0)

@@ -291,10 +291,10 @@ class RunFolder:
         """
         return _checkpoints.newest_intact_checkpoint(self._checkpoint_root, damaged)
 
-    def prune_checkpoints(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all but the ``keep`` newest complete checkpoints and the steps in ``protect``."""
+    def prune_checkpoints(self, keep: int) -> list[int]:
+        """Delete all but the ``keep`` newest complete checkpoints."""
         self._check_writable()
-        return _checkpoints.prune_checkpoints(self._checkpoint_root, keep, protect)
+        return _checkpoints.prune_checkpoints(self._checkpoint_root, keep)
 
     def truncate_after(self, step: int) -> None:
         """Go back to how the run stood after ``step``: drop later lines, samples and checkpoints.

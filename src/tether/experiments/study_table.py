@@ -19,7 +19,7 @@ from typing import Any
 
 from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import atomic_write_text
-from tether.experiments.locking import waiting_lock
+from tether.experiments.locking import FolderLock
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named
@@ -121,7 +121,7 @@ class StudyTable:
             unfinished: take runs that were stopped early, too.
 
         Raises:
-            CheckpointError: an unfinished run; a damaged table; another process has been writing for minutes.
+            CheckpointError: an unfinished run; a damaged table.
         """
         new = {(grid, run.path.name): run if every_step else at_evaluations(run) for run in runs}
         for run in new.values():
@@ -130,7 +130,7 @@ class StudyTable:
         if not new:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with waiting_lock(self.path.parent):
+        with FolderLock(self.path.parent, wait=True):
             everything = dict(sorted((self._read() | new).items()))
             # Settings first: rows without settings count as damage, settings without rows are ignored.
             atomic_write_text(self.settings_path, _settings_text(everything))
