@@ -4,26 +4,26 @@
     python benchmarks/episodic.py metaworld-paper --until 100 --budgets 400000 800000
 
 Run folders go to runs/episodic/<preset>/seed-<n> and are continued if the command is given again. What they
-measured is copied to benchmarks/results/episodic/<preset>/seed-<n>, and a table of the deterministic
-evaluations, as interquartile means over seeds, is printed and written to summary.json there.
+measured is kept in benchmarks/results/episodic/episodic.csv, and a table of the deterministic evaluations, as
+interquartile means over seeds, is printed and written to summaries.json there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tether.episodic.presets import PRESETS, preset
 from tether.episodic.train import train
-from tether.experiments import RunFolder
+from tether.experiments import RunFolder, StudyTable, load_runs
 from tether.experiments.statistics import interquartile_mean
+from tether.kinds import KINDS
 
 RESULTS = Path(__file__).parent / "results" / "episodic"
-FILES = ("config.json", "metrics.jsonl", "eval.jsonl")
+TABLE, SUMMARIES = RESULTS / "episodic.csv", RESULTS / "summaries.json"
 
 
 def at_budget(evaluations: list[dict[str, Any]], budget: int) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/episodic"))
     options = parser.parse_args()
     name = options.preset.replace(":", "-")
-    results, runs = RESULTS / name, []
+    runs = []
     for seed in options.seeds:
         run = options.runs / name / f"seed-{seed}"
         config = replace(preset(options.preset), seed=seed, num_workers=options.workers)
@@ -81,15 +81,14 @@ def main() -> None:
 
         train(config, run, label=config.algo, resume=True, until=options.until, report=report)
         runs.append(run)
-        target = results / f"seed-{seed}"
-        target.mkdir(parents=True, exist_ok=True)
-        for file in FILES:
-            shutil.copyfile(run / file, target / file)
+    StudyTable(TABLE, KINDS).add(name, load_runs(runs, KINDS), unfinished=True)
     summary = summarise(runs, options.budgets)
     command = f"python benchmarks/episodic.py {options.preset}"
     command += f" --until {options.until}" if options.until else ""
     record = {"command": command, "seeds": options.seeds, **summary}
-    (results / "summary.json").write_text(json.dumps(record, indent=2) + "\n")
+    summaries = json.loads(SUMMARIES.read_text()) if SUMMARIES.exists() else {}
+    summaries[name] = record
+    SUMMARIES.write_text(json.dumps(dict(sorted(summaries.items())), indent=2) + "\n")
     for row in summary["budgets"]:
         means = "  ".join(f"{key} {value:.4g}" for key, value in row["interquartile_mean"].items())
         print(f"{row['env_steps']:>9} steps, {len(runs)} seeds: {means}")

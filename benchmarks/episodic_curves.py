@@ -13,24 +13,22 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tether.experiments import RunFolder
+from tether.experiments import StudyTable
 from tether.experiments.plots import Panel, save_figure, small_multiples
 from tether.experiments.statistics import Curve
 
 RESULTS = Path(__file__).parent / "results" / "episodic"
+TABLE, SUMMARIES = RESULTS / "episodic.csv", RESULTS / "summaries.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "episodic-curves.png"
 MILLION = 1e6
 
 
 def curves(study: str, metric: str) -> Sequence[Curve]:
     """One curve a seed of a study, over millions of environment steps."""
-    runs = sorted((RESULTS / study).glob("seed-*"))
-    if not runs:
-        raise SystemExit(f"No runs in {RESULTS / study}: `python benchmarks/episodic.py` writes them.")
-    evaluations = [RunFolder.open(run).evals() for run in runs]
+    runs = StudyTable(TABLE).select(study)
     return [
-        Curve([row["env_steps"] / MILLION for row in rows], [row[metric] for row in rows])
-        for rows in evaluations
+        Curve([row["env_steps"] / MILLION for row in run.evals], [row[metric] for row in run.evals])
+        for run in runs
     ]
 
 
@@ -64,15 +62,14 @@ def panels() -> list[Panel]:
 def table() -> str:
     """What every study came to at each of its budgets, seeds and their (interquartile) mean."""
     lines = ["| study | environment steps | judged by | mean | seeds | jerk |", "|---|---|---|---|---|---|"]
-    for file in sorted(RESULTS.glob("*/summary.json")):
-        summary = json.loads(file.read_text())
+    for study, summary in sorted(json.loads(SUMMARIES.read_text()).items()):
         name = summary["headline"]
         for row in summary["budgets"]:
             seeds = ", ".join(f"{value:.2f}" for value in row["seeds"][name])
             mean, jerk = row["interquartile_mean"][name], row["interquartile_mean"]["jerk_greedy"]
             judged = name.removesuffix("_greedy").replace("_", " ")
             cells = (
-                f"`{file.parent.name}`",
+                f"`{study}`",
                 f"{row['env_steps']:,}",
                 judged,
                 f"{mean:.3f}",

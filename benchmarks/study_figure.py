@@ -1,8 +1,8 @@
 """Figures of the studies' kept runs, with intervals over seeds: success by updates a batch, or over training.
 
-    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/{b,b-curve,b-tuned} \\
+    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b.csv/{b,b-curve,b-tuned} \\
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
-    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f --over-training
+    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f.csv --over-training
 
 The first writes success-by-updates.png, a panel for each learning rate and task; the second
 over-training.png, with success, entropy and KL of each. Both with a dark sibling, beside the runs or where
@@ -19,8 +19,9 @@ from typing import Any
 
 from tether.errors import ConfigError
 from tether.experiments.plots import Panel, small_multiples
+from tether.experiments.run_data import RunData, load_runs
 from tether.experiments.statistics import Curve
-from tether.experiments.summary import RunData, load_runs
+from tether.experiments.study_table import table_and_part
 from tether.llm.config import TrainConfig
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
@@ -65,12 +66,12 @@ def final_by_updates(runs: Sequence[RunData]) -> dict[str, list[Curve]]:
     for run in runs:
         curve = run.eval_curve("success")
         if curve is not None:
-            method, updates = labels[run.folder.path], run.config.settings["updates_per_rollout"]
+            method, updates = labels[run.path], run.config.settings["updates_per_rollout"]
             values = found.setdefault(method, {}).setdefault(run.config.seed, {})
             if updates in values:
                 raise ConfigError(
                     f"There are two runs of {method} with {updates} updates and seed "
-                    f"{run.config.seed}, such as {run.folder.path}. Name --learning-rates, or fewer folders."
+                    f"{run.config.seed}, such as {run.path}. Name --learning-rates, or fewer folders."
                 )
             values[updates] = float(curve.y[-1])
     curves: dict[str, list[Curve]] = {}
@@ -94,10 +95,10 @@ def over_training(runs: Sequence[RunData], name: str, *, evaluated: bool) -> dic
         curve = run.eval_curve(name) if evaluated else run.curve(name)
         if curve is None:
             continue
-        method, seed = labels[run.folder.path], run.config.seed
+        method, seed = labels[run.path], run.config.seed
         if seed in found.setdefault(method, {}):
             raise ConfigError(
-                f"There are two runs of {method} with seed {seed}, such as {run.folder.path}. "
+                f"There are two runs of {method} with seed {seed}, such as {run.path}. "
                 "Name --learning-rates, or fewer folders."
             )
         found[method][seed] = Curve(curve.x / run.config.settings["updates_per_rollout"], curve.y)
@@ -119,7 +120,7 @@ def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
             words = ", ".join(
                 f"{name}={own[name]}" for name in differ if own.get(name) not in (None, defaults.get(name))
             )
-            labels[run.folder.path] = f"{_LABELS.get(method, method)} {words}".strip()
+            labels[run.path] = f"{_LABELS.get(method, method)} {words}".strip()
     return labels
 
 
@@ -131,7 +132,12 @@ def _settings_of_the_method(run: RunData) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of kept runs")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        help="tables of kept runs, or grids in them (b.csv/b-curve), or run folders",
+    )
     parser.add_argument("--methods", nargs="+", help="which to draw; all if not given")
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="a panel (or row) each; one of all if not given"
@@ -146,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     panels = [panel for title, runs in groups.items() for panel in panels_of(title, runs)]
     panels = _chosen(panels, options.methods)
     name = "over-training" if options.over_training else "success-by-updates"
-    folder = options.output or options.runs[0]
+    table = table_and_part(options.runs[0])
+    folder = options.output or (options.runs[0] if table is None else table[0].parent)
     for theme, suffix in (("light", ""), ("dark", "-dark")):
         figure = small_multiples(panels, theme, width=5.2 if len(panels) < 3 else 4.2, height=3.7)
         if not options.over_training:

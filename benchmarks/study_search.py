@@ -17,9 +17,8 @@ from pathlib import Path
 import tyro
 
 from tether.errors import ConfigError
-from tether.experiments.compact import is_finished
 from tether.experiments.settings_file import options_from_file
-from tether.experiments.summary import load_runs
+from tether.llm.compare import finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.grid import Cell, cells, parse_method
 
@@ -44,23 +43,18 @@ def choose(config: CompareConfig, learning_rate: float | None = None) -> dict[st
     Raises:
         ConfigError: runs are missing, methods have unequal numbers of settings, or none has that rate.
     """
-    assert config.results is not None
-    scores: dict[str, dict[str, list[float]]] = {}
-    missing = []
-    searched = cells(config)
-    if learning_rate is not None:
-        searched = [cell for cell in searched if cell.train.learning_rate == learning_rate]
+    searched = [cell for cell in cells(config) if learning_rate in (None, cell.train.learning_rate)]
     if not searched:
         raise ConfigError(f"The search has no learning rate {learning_rate}; it has {config.learning_rates}.")
+    finished = {cell.name: run for cell, run in finished_runs(config).finished}
+    scores: dict[str, dict[str, list[float]]] = {}
     for cell in searched:
-        folder = config.results / cell.train.output.name
-        if not is_finished(folder):
-            missing.append(folder.name)
-            continue
-        curve = load_runs([folder])[0].eval_curve("success")
-        assert curve is not None  # every run of the search is evaluated
-        method = parse_method(cell.method)[0]
-        scores.setdefault(method, {}).setdefault(_spec(cell), []).append(float(curve.y[-1]))
+        if cell.name in finished:
+            curve = finished[cell.name].eval_curve("success")
+            assert curve is not None  # every run of the search is evaluated
+            method = parse_method(cell.method)[0]
+            scores.setdefault(method, {}).setdefault(_spec(cell), []).append(float(curve.y[-1]))
+    missing = [cell.name for cell in searched if cell.name not in finished]
     if missing:
         raise ConfigError(
             f"{len(missing)} runs of the search are not finished, such as {missing[0]}. Go on with make "

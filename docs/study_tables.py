@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "studies"
+import tyro
 
-#: Folder of kept runs -> what the study asks.
+from tether.experiments.comparison import comparison_data
+from tether.experiments.settings_file import options_from_file
+from tether.llm.compare import baseline_label, finished_runs, grid_name, rows_of
+from tether.llm.compare_config import CompareConfig
+
+ROOT = Path(__file__).parents[1]
+GRIDS = ROOT / "benchmarks" / "studies"
+
+#: Grid -> what it asks.
 STUDIES = {
     "a": "(a) Trust region by estimator, 8 updates a batch, learning rate 3e-4",
     "a-tuned": "(a) Trust region by estimator, 8 updates a batch, learning rate 1e-4",
@@ -101,12 +110,28 @@ def method_of(label: str) -> str:
 _COLUMNS = ["setting", "seeds", "final success", "over training", "less the baseline", "better", "verdict"]
 
 
-def _table(study: str) -> dict[str, Any] | None:
-    path = RESULTS / study / "comparison.json"
-    if not path.is_file():
-        return None
-    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return table
+def _table(grid: str) -> dict[str, Any] | None:
+    """The comparison of a grid's finished runs; None if it has none."""
+    return comparisons().get(grid)
+
+
+@functools.cache
+def comparisons() -> dict[str, dict[str, Any]]:
+    """Grid -> the comparison of its finished runs, made from the tables under benchmarks/results/studies."""
+    found = {}
+    here = Path.cwd()
+    os.chdir(ROOT)  # the grids name their files from there
+    try:
+        for file in sorted(GRIDS.rglob("*.yaml")):
+            config = tyro.cli(CompareConfig, args=options_from_file(file))
+            comparison = finished_runs(config)
+            if comparison.finished:
+                metric, rows = rows_of(config, comparison)
+                baseline = baseline_label(config, comparison)
+                found[grid_name(config)] = comparison_data(metric, rows, baseline)
+    finally:
+        os.chdir(here)
+    return found
 
 
 def _points(table: dict[str, Any]) -> Iterator[str]:

@@ -97,9 +97,7 @@ def test_links_out_of_the_folder_are_checked_and_made_plain() -> None:
         site_pages.on_page_markdown("[x](../nothing.md)", page)
 
 
-def test_results_on_a_methods_page_are_those_of_the_kept_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_results_on_a_methods_page_are_those_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     interval = {"value": 0.5, "low": 0.4, "high": 0.6, "level": 0.95}
     difference = {"value": 0.1, "low": 0.0, "high": 0.2, "level": 0.95}
     row = {
@@ -107,11 +105,7 @@ def test_results_on_a_methods_page_are_those_of_the_kept_runs(
         "over_training": interval, "verdict": "wins",
         "against": {"difference": difference, "better": interval, "p_value": 0.04},
     }  # fmt: skip
-    (tmp_path / "b").mkdir()
-    import json
-
-    (tmp_path / "b" / "comparison.json").write_text(json.dumps({"baseline": "clip", "rows": [row]}))
-    monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(study_tables, "comparisons", lambda: {"b": {"baseline": "clip", "rows": [row]}})
     page = site_pages.method_page("dppo")
     line = (
         "| dppo divergence=top-k-kl | 2 | 50.0 (40.0 to 60.0) | 50.0 (40.0 to 60.0) | +10.0 (+0.0 to +20.0) |"
@@ -121,7 +115,20 @@ def test_results_on_a_methods_page_are_those_of_the_kept_runs(
     assert "Nothing yet" in site_pages.method_page("cispo")
 
 
-def test_every_study_of_success_is_on_the_page_of_results() -> None:
+def test_every_study_of_success_is_on_the_page_of_results_with_its_runs() -> None:
     grids = [path.read_text() for path in (ROOT / "benchmarks" / "studies").rglob("*.yaml")]
-    kept_in = [text.split("results: benchmarks/results/studies/")[1].split()[0] for text in grids]
-    assert sorted(study_tables.STUDIES) == sorted(set(kept_in) - {"i"})  # (i) is about cost
+    names = {text.split("output: runs/studies/")[1].split()[0] for text in grids}
+    assert set(study_tables.STUDIES) == names - {"i"}  # (i) is about cost
+    assert set(study_tables.comparisons()) == names
+
+
+def test_a_number_that_the_studies_quote_is_made_from_the_kept_runs() -> None:
+    """Study (b): TROLL at 64 updates ends at 41.6 %, which ties the clip (p 0.794)."""
+    rows = study_tables.comparisons()["b"]["rows"]
+    row = next(row for row in rows if row["method"] == "TROLL" and row["point"].startswith("64 updates"))
+    quoted = "| TROLL | 84.4 (82.7 to 86.0) | 41.6 (36.3 to 47.6) | ties, -1.7, p 0.794 |"
+    assert quoted in (ROOT / "docs" / "studies.md").read_text()
+    final, against = row["final"], row["against"]
+    shown = f"{100 * final['value']:.1f} ({100 * final['low']:.1f} to {100 * final['high']:.1f})"
+    tested = f"{row['verdict']}, {100 * against['difference']['value']:+.1f}, p {against['p_value']:.3f}"
+    assert f"{shown} | {tested} |" in quoted

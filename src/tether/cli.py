@@ -36,6 +36,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether episodic render RUN   film it beside the untrained one
   tether episodic compare      train several algorithms and seeds, with a report
   tether report RUN ...        one HTML report of any runs
+  tether collect FOLDER ...    the numbers of finished runs as one table (CSV)
 
 Each command lists its options with --help and reads them from a file with --config FILE.yaml;
 options typed besides the file override it."""
@@ -211,20 +212,49 @@ def _report(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="tether report", description="Write one self-contained HTML report, and its plots, of runs."
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of runs")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder for report and plots")
     parser.add_argument("--title", help="headline of the report")
     options = parser.parse_args(arguments)
     _report_on(options.runs, options.output, options.title)
 
 
-def _report_on(runs: Sequence[Path], output: Path, title: str | None = None) -> None:
-    from tether.experiments.report import write_report
-    from tether.experiments.summary import print_results
+_RUNS = "run folders, folders of runs, or tables of them (study.csv, study.csv/GRID)"
 
+
+def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) -> None:
+    from tether.experiments.report import write_report
+    from tether.experiments.run_data import load_runs
+    from tether.experiments.summary import print_results
+    from tether.kinds import KINDS
+
+    runs = load_runs(paths, KINDS)
     print_results(runs)
     page = write_report(runs, output, title=title)
     print(f"\nReport: {page.resolve().as_uri()}")
+
+
+def _collect(arguments: list[str]) -> None:
+    import argparse
+
+    from tether.experiments.run_data import load_runs
+    from tether.experiments.study_table import StudyTable
+    from tether.kinds import KINDS
+
+    parser = argparse.ArgumentParser(
+        prog="tether collect", description="Add the numbers of finished runs to one table for any program."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder of runs: one grid")
+    parser.add_argument("--output", type=Path, required=True, metavar="STUDY.csv", help="the table")
+    parser.add_argument("--every-step", action="store_true", help="a row for each step, not each evaluation")
+    parser.add_argument("--unfinished", action="store_true", help="take runs that were stopped early, too")
+    options = parser.parse_args(arguments)
+    table = StudyTable(options.output, KINDS)
+    for folder in options.folders:
+        runs = load_runs([folder], KINDS)
+        grid = folder.resolve().name
+        table.add(grid, runs, every_step=options.every_step, unfinished=options.unfinished)
+        print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
 def _parse(config: type[Config], program: str, arguments: list[str], default: Config | None = None) -> Config:
@@ -265,5 +295,6 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "episodic render": _episodic_render,
     "episodic compare": _episodic_compare,
     "report": _report,
+    "collect": _collect,
 }
 _GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}

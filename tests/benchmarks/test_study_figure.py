@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import study_figure
 
 from tether.errors import ConfigError
-from tether.experiments import RunFolder
-from tether.experiments.summary import load_runs
+from tether.experiments import RunFolder, StudyTable, load_runs
 
 
 @pytest.fixture
@@ -128,3 +127,18 @@ def test_training_is_drawn_by_batches_of_responses(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="two runs of clip with seed 0"):
         study_figure.over_training([*runs, *runs], "entropy", evaluated=False)
+
+
+def test_a_grid_of_a_table_is_drawn_like_its_folder(study: Path, tmp_path: Path) -> None:
+    table = StudyTable(tmp_path / "s.csv")
+    table.add("grid", load_runs([study]))
+    table.add("other", load_runs([study]))
+    drawn = study_figure.final_by_updates(
+        study_figure.parts(load_runs([study]), [3e-4])["learning rate 0.0003"]
+    )
+    kept = study_figure.parts(load_runs([table.path / "grid"]), [3e-4])["learning rate 0.0003"]
+    assert [curve.y.tolist() for curve in study_figure.final_by_updates(kept)["TROLL"]] == [
+        curve.y.tolist() for curve in drawn["TROLL"]
+    ]
+    study_figure.main([str(table.path / "grid"), "--learning-rates", "3e-4"])
+    assert (tmp_path / "success-by-updates.png").is_file()

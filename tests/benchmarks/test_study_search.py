@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import study_search
 
 from tether.errors import ConfigError
-from tether.experiments import RunFolder
+from tether.experiments import RunFolder, StudyTable, load_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.grid import cells
 
@@ -21,20 +21,20 @@ from tether.llm.grid import cells
 def write_runs(config: CompareConfig, scores: dict[str, float]) -> None:
     assert config.results is not None
     for cell in cells(config):
-        name = cell.train.output.name
         with RunFolder.create(
-            config.results / name, kind="llm", label="x", seed=cell.seed, settings=cell.train.settings()
+            cell.train.output, kind="llm", label="x", seed=cell.seed, settings=cell.train.settings()
         ) as run:
             run.log_eval(0, success=0.9)
-            run.log_eval(1, success=scores[name.rsplit("-", 1)[0]] + 0.1 * cell.seed)
+            run.log_eval(1, success=scores[cell.name.rsplit("-", 1)[0]] + 0.1 * cell.seed)
             run.mark_finished()
+    StudyTable(config.results).add(config.output.name, load_runs([config.output]))
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> CompareConfig:
     return CompareConfig(
         output=tmp_path / "runs",
-        results=tmp_path / "kept",
+        results=tmp_path / "kept.csv",
         trust_regions=("troll:kl_bound=0.1", "troll:kl_bound=0.2", "clip", "clip:clip_low=0.4"),
         learning_rates=(1e-4, 3e-4),
         seeds=(0, 1),

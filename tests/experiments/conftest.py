@@ -48,7 +48,8 @@ def write(
         if samples is not None:
             run.save_samples(len(metrics), samples)
         for name, data in (figures or {}).items():
-            run.figure_path(name).write_bytes(data)
+            (path / "figures").mkdir(exist_ok=True)
+            (path / "figures" / name).write_bytes(data)
         if finished:
             run.mark_finished()
     return path

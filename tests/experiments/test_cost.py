@@ -13,7 +13,7 @@ from rich.console import Console
 from tether.experiments.comparison import Entry, compare_methods, comparison_tables, write_comparison
 from tether.experiments.cost import cost_of, format_bytes
 from tether.experiments.report import write_report
-from tether.experiments.summary import RunData, load_runs
+from tether.experiments.run_data import RunData, load_runs
 
 Measure = Callable[..., list[RunData]]
 
@@ -89,7 +89,7 @@ def test_table_json_and_page_show_it(measured: Measure, tmp_path: Path) -> None:
         "processor_seconds": pytest.approx(2.5), "processor_ratio": pytest.approx(1.25),
         "memory_of": "resident_bytes_max", "memory_ratio": pytest.approx(1.5),
     }  # fmt: skip
-    folders = [entry.run.folder.path for entry in entries_]
+    folders = [entry.run.path for entry in entries_]
     page = write_report(folders, tmp_path / "report", comparison=(metric, rows, "clip")).read_text()
     assert "1.5 GB" in page
     assert "x 1.50" in page

@@ -111,7 +111,7 @@ def test_what_is_finished_already_is_told_and_not_run_again(tmp_path: Path) -> N
 
 
 def test_time_left_follows_the_work_that_is_left(tmp_path: Path) -> None:
-    """After 10 s half of a run of weight 1 is done, and another of weight 3 is to come."""
+    """Each 10 s half of a run of weight 1 is done; then another of weight 3 is to come."""
     now = [0.0]
     with RunFolder.create(tmp_path / "a", kind="llm", label="x", seed=0, settings={}) as run:
         display = SeveralRuns(
@@ -120,10 +120,11 @@ def test_time_left_follows_the_work_that_is_left(tmp_path: Path) -> None:
             clock=lambda: now[0],
         )
         assert display.time_left() is None
-        now[0] = 10.0
-        run.log(1, loss=0.0)
-        display.look()
-    assert display.time_left() == pytest.approx(70.0)
+        for step in (1, 2):
+            now[0] += 10.0
+            run.log(step, loss=0.0)
+            display.refresh()
+    assert display.time_left() == pytest.approx(60.0)
 
 
 def test_forked_jobs_are_like_started_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

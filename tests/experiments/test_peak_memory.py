@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tether.experiments import peak_memory as module
-from tether.experiments.peak_memory import largest, peak_memory
+from tether.experiments.peak_memory import largest_peak, peak_memory
+from tether.experiments.run_data import load_runs
 from tether.experiments.step_meter import StepMeter
-from tether.experiments.summary import load_runs
 
 MB = 2**20
 
@@ -105,8 +105,8 @@ def test_a_finished_run_notes_its_largest_peak(make_run: Callable[..., Path]) ->
 
 
 def test_of_both_kinds_that_of_the_device_counts() -> None:
-    assert largest([{"resident_bytes_max": 9}, {"device_bytes_max": 2}]) == ("device_bytes_max", 2)
-    assert largest([{"loss": 1.0}]) is None
+    assert largest_peak([{"resident_bytes_max": 9}, {"device_bytes_max": 2}]) == ("device_bytes_max", 2)
+    assert largest_peak([{"loss": 1.0}]) is None
 
 
 def test_processor_time_is_work_and_not_waiting() -> None:

@@ -180,7 +180,7 @@ def test_what_lies_in_the_background_is_grey_thin_and_unnamed() -> None:
     background = frozenset(list(curves)[3:])
     axes = curves_figure(Panel("", curves, background=background)).axes[0]
     assert {text.get_text() for text in axes.texts} == {"method 0", "method 1", "method 2"}
-    grey = lines_of(axes, COLOURS["light"].crowd)
+    grey = lines_of(axes, COLOURS["light"].background_line)
     assert len(grey) == len(background), "one line a label, its mean"
     assert max(width for width, _ in grey) < 1
     assert len(axes.collections) == 3, "no band in the background"

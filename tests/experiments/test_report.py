@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tether.errors import CheckpointError
-from tether.experiments import write_report
+from tether.experiments import RunData, run_data
 from tether.experiments.report import page as page_module
-from tether.experiments.report.panels import LLM_PANELS, _panel, _specs, bounds
+from tether.experiments.report.panels import _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
 from tether.experiments.report.settings import compare_settings, mixed_labels
 from tether.experiments.statistics import bootstrap_interval
-from tether.experiments.summary import load_runs
+from tether.kinds import KINDS
+from tether.llm.run_kind import PANELS
 
 WriteRun = Callable[..., Path]
 
@@ -30,6 +31,14 @@ TOKENS = [
     {"text": "", "kl": math.inf, "projected": True, "log_prob": -math.inf, "old_log_prob": 0.0},
     {"text": EVIL, "kl": math.nan, "projected": False},
 ]
+
+
+def load_runs(paths: Iterable[str | Path]) -> list[RunData]:
+    return run_data.load_runs(paths, KINDS)
+
+
+def write_report(paths: Iterable[str | Path], out: Path, title: str | None = None) -> Path:
+    return page_module.write_report(paths, out, title, kinds=KINDS)
 
 
 class Page(HTMLParser):
@@ -298,7 +307,7 @@ def test_cycles_of_updates_become_one_point_each(make_run: WriteRun) -> None:
     for i in range(0, 40, 4):
         steps[i]["reward"] = float(i)
     runs = load_runs([make_run("a", steps, settings={"updates_per_rollout": 4})])
-    specs = {spec.metric: spec for spec in LLM_PANELS}
+    specs = {spec.metric: spec for spec in PANELS}
     panels = {name: _panel(runs, specs[name], frozenset()) for name in ("kl_max", "kl_mean", "reward")}
     shown = {name: panel.curves["TROLL"][0] for name, panel in panels.items() if panel is not None}
     assert shown["kl_max"].x.tolist() == list(range(4, 41, 4))

@@ -142,7 +142,7 @@ def test_resuming_under_other_versions_warns(tmp_path: Path) -> None:
         begin(tmp_path / "run", resume=True).close()
 
 
-@pytest.mark.parametrize("changes", [{"kind": "robot"}, {"label": ""}, {"settings": {"f": print}}])
+@pytest.mark.parametrize("changes", [{"kind": ""}, {"label": ""}, {"settings": {"f": print}}])
 def test_a_config_that_makes_no_sense_leaves_no_folder(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         begin(tmp_path / "run", **changes)
@@ -155,7 +155,6 @@ def test_a_config_that_makes_no_sense_leaves_no_folder(tmp_path: Path, changes: 
         (None, "not a run folder"),
         ("{", "not a run's configuration"),
         ('{"kind": "llm"}', "not a run's configuration"),
-        ('{"kind": "game", "label": "a", "seed": 0}', "kind is 'game'"),
     ],
 )
 def test_opening_what_is_not_a_run_says_so(tmp_path: Path, content: str | None, message: str) -> None:
@@ -389,13 +388,13 @@ def test_an_empty_or_repeated_checkpoint_is_refused(tmp_path: Path) -> None:
             run.checkpoint_folder(2)
 
 
-def test_pruning_keeps_the_newest_complete_and_the_protected(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_complete(tmp_path: Path) -> None:
     with begin(tmp_path / "run") as run:
         for step in (1, 2, 3, 4):
             save_checkpoint(run, step)
         (run.checkpoint_folder(5) / "half").write_text("")
-        assert run.prune_checkpoints(keep=1, protect=[2]) == [1, 3]
-        assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 4]
+        assert run.prune_checkpoints(keep=2) == [1, 2]
+        assert [checkpoint.step for checkpoint in run.checkpoints()] == [3, 4]
         assert (run.path / "checkpoints" / "step-000005" / "half").exists()
         with pytest.raises(InvalidInputError, match="keep=0"):
             run.prune_checkpoints(keep=0)

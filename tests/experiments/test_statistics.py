@@ -152,7 +152,6 @@ def test_mean_curve_takes_the_steps_all_runs_have() -> None:
     band = mean_curve([Curve([1, 2, 4], [1.0, 2.0, 4.0]), Curve([2, 3, 4, 5], [4.0, 0.0, 8.0, 0.0])])
     assert band.x.tolist() == [2.0, 4.0]
     assert band.mean.tolist() == [3.0, 6.0]
-    assert band.runs == 2
 
 
 def test_the_band_at_a_point_is_the_bootstrap_of_its_values() -> None:

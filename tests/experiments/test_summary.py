@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +11,17 @@ import scipy.stats
 from rich.console import Console
 
 from tether.errors import CheckpointError
-from tether.experiments import RunFolder, print_results, results_table, summarise
+from tether.experiments import RunData, RunFolder, print_results, results_table, run_data, summarise
 from tether.experiments.statistics import bootstrap_interval
-from tether.experiments.summary import load_runs
+from tether.kinds import KINDS
 
 MakeRun = Callable[..., Path]
 
 STARTS, FINALS = (0.30, 0.32, 0.28), (0.60, 0.70, 0.65)
+
+
+def load_runs(paths: Iterable[str | Path]) -> list[RunData]:
+    return run_data.load_runs(paths, KINDS)
 
 
 def three_seeds(make_run: MakeRun) -> list[Path]:

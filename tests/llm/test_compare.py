@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tyro
+import yaml
 
 from tether.cli import main
 from tether.errors import ConfigError
-from tether.experiments import RunFolder
-from tether.experiments.compact import is_finished
+from tether.experiments import StudyTable
 from tether.experiments.settings_file import options_from_file
-from tether.llm.compare import compare
+from tether.llm.compare import compare, finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.grid import cells
 
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
+QUICK = STUDIES / "quick" / "b.yaml"
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
     small = {
-        "output": folder / "runs", "results": folder / "kept", "updates-per-rollout": 4, "batches": 1,
+        "output": folder / "runs", "results": folder / "kept.csv", "updates-per-rollout": 4, "batches": 1,
         "evaluations": 1, "seeds": 0, "train.prompts-per-rollout": 4, "train.responses-per-prompt": 4,
         "train.eval-problems": 10, "train.device": "cpu",
     }  # fmt: skip
     options = [part for name, value in small.items() for part in (f"--{name}", str(value))]
     methods = ["--trust-regions", "troll", "dppo:divergence=top-k-kl", "--baseline", "troll"]
-    return ["llm", "compare", "--config", str(STUDIES / "quick" / "b.yaml"), *options, *methods, *more]
+    return ["llm", "compare", "--config", str(QUICK), *options, *methods, *more]
 
 
 def run(folder: Path, *more: str) -> int:
@@ -39,42 +42,74 @@ def run(folder: Path, *more: str) -> int:
 
 
 def test_a_slice_of_a_study_is_kept_and_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    kept = [tmp_path / "kept" / f"{name}-u4-lr0.0003-seed0" for name in ("troll", "dppo-divergencetop-k-kl")]
+    names = ["dppo-divergencetop-k-kl-u4-lr0.0003-seed0", "troll-u4-lr0.0003-seed0"]
     assert run(tmp_path) == 0
-    assert all(is_finished(folder) for folder in kept)
-    assert sum(file.stat().st_size for folder in kept for file in folder.iterdir()) < 2 * 30_000
+    table = tmp_path / "kept.csv"
+    assert list(StudyTable(table).runs("runs")) == names
+    assert not (tmp_path / "runs" / names[0] / "checkpoints").exists()  # the disk is given back
     shown = capfd.readouterr().out
     assert "Success, 4 updates, lr 0.0003" in shown
     assert "TROLL" in shown
-    table = json.loads((tmp_path / "kept" / "comparison.json").read_text())
-    assert [(row["method"], row["samples"]) for row in table["rows"]] == [
+    page = json.loads((tmp_path / "runs" / "report" / "comparison.json").read_text())
+    assert [(row["method"], row["samples"]) for row in page["rows"]] == [
         ("TROLL", 16), ("dppo divergence=top-k-kl", 16),
     ]  # fmt: skip
-    assert all(row["tokens"] > 16 for row in table["rows"])
+    assert all(row["tokens"] > 16 for row in page["rows"])
 
     shutil.rmtree(tmp_path / "runs")  # another machine, say
-    before = (kept[0] / "FINISHED").stat().st_mtime_ns
+    before = table.stat().st_mtime_ns
     assert run(tmp_path) == 0
-    assert (kept[0] / "FINISHED").stat().st_mtime_ns == before
-    assert not (tmp_path / "runs" / kept[0].name).exists()
+    assert table.stat().st_mtime_ns == before
+    assert not (tmp_path / "runs" / names[0]).exists()
+    assert capfd.readouterr().out.split("Report:")[0] == shown.split("Report:")[0]
 
-    capfd.readouterr()
     assert run(tmp_path, "--train.temperature", "0.5") == 1
     assert "temperature: 1.0 there, 0.5 here" in capfd.readouterr().err
+
+
+def test_a_run_that_finished_before_a_crash_is_kept_by_the_next_call(tmp_path: Path) -> None:
+    """The numbers of its folder are enough, whether or not anything is left to train."""
+    assert run(tmp_path) == 0
+    whole = (tmp_path / "kept.csv").read_bytes()
+    for file in tmp_path.glob("kept.*"):
+        file.unlink()
+    logs = {log: log.read_bytes() for log in (tmp_path / "runs").glob("*.log")}
+    assert run(tmp_path) == 0
+    assert (tmp_path / "kept.csv").read_bytes() == whole
+    assert {log: log.read_bytes() for log in logs} == logs  # nothing was trained
+
+
+def test_a_run_of_which_the_rows_are_deleted_is_missing_again(tmp_path: Path) -> None:
+    assert run(tmp_path) == 0
+    table = tmp_path / "kept.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(line for line in lines if ",dppo-" not in line))
+    config = tyro.cli(CompareConfig, args=[*options_from_file(QUICK), *arguments(tmp_path)[4:]])
+    assert [cell.method for cell, _ in finished_runs(config).finished] == ["troll"]
 
 
 def test_a_kept_run_from_before_a_setting_existed_had_its_default(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path) == 0
-    for path in (tmp_path / "kept").glob("*/config.json"):
-        record = json.loads(path.read_text())
-        del record["settings"]["optimizer"]
-        path.write_text(json.dumps(record))
+    path = tmp_path / "kept.settings.yaml"
+    kept = yaml.safe_load(path.read_text())
+    del kept["runs"]["shared"]["settings.optimizer"]
+    path.write_text(yaml.safe_dump(kept))
     assert run(tmp_path) == 0
     capfd.readouterr()
     assert run(tmp_path, "--train.optimizer", "sgd") == 1
     assert "optimizer: 'adamw' there, 'sgd' here" in capfd.readouterr().err
+
+
+def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old").mkdir()
+    assert run(tmp_path, "--results", str(tmp_path / "old")) != 0
+    shown = " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert "tether collect" in shown
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_grid_of_which_nothing_is_finished_says_so(
@@ -93,8 +128,6 @@ def test_a_cell_that_cannot_be_trained_is_refused_before_any_is(tmp_path: Path) 
 
 @pytest.mark.parametrize("study", sorted(STUDIES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
-    import tyro
-
     config = tyro.cli(CompareConfig, args=options_from_file(study))
     made = cells(config)
     assert len({cell.train.output.name for cell in made}) == len(made)
@@ -107,10 +140,9 @@ def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
         assert len(config.seeds) >= 5
 
 
-def test_kept_runs_of_studies_are_small_and_finished() -> None:
-    results = STUDIES.parent / "results" / "studies"
-    for config in results.glob("*/*/config.json"):
-        folder = config.parent
-        assert is_finished(folder), folder
-        assert RunFolder.open(folder).evals()
-        assert sum(file.stat().st_size for file in folder.iterdir()) < 30_000, folder
+def test_every_run_of_every_study_is_kept_with_the_settings_its_grid_gives_it() -> None:
+    for study in sorted(STUDIES.rglob("*.yaml")):
+        config = tyro.cli(CompareConfig, args=options_from_file(study))
+        assert config.results is not None
+        config = replace(config, results=STUDIES.parents[1] / config.results)
+        assert finished_runs(config).unfinished == 0, study

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tether.llm.eval_config import EvalConfig
-from tether.llm.evaluate import TaskResult
 from tether.llm.evaluation_page import outcome, write_page
-from tether.llm.measures import difference, summarise_problems
+from tether.llm.measures import TaskResult, difference, summarise_problems
 
 
 def row(right: int, samples: int = 4, greedy: bool | None = None) -> dict[str, Any]:

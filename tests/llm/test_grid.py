@@ -11,7 +11,7 @@ from tether.errors import ConfigError
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import cells, parse_method
-from tether.llm.methods import Estimator, TrustRegion
+from tether.llm.method_names import Estimator, TrustRegion
 from tether.losses import LOSSES
 
 SMALL = TrainConfig(prompts_per_rollout=4, responses_per_prompt=4, updates_per_rollout=4, steps=4)

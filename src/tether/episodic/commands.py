@@ -14,6 +14,7 @@ from tether.episodic.evaluate import Evaluation, evaluate_agent, evaluation_seed
 from tether.episodic.figures import sample_motions, save_exploration
 from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, TrainConfig, comparison_runs
 from tether.episodic.render import render_motions
+from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import build_agent, load_agent, load_config, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
@@ -40,7 +41,9 @@ def train_command(config: TrainConfig) -> RunFolder:
     settings, out = config.episodic_config(), config.folder()
     label = config.label or config.algo
     done = _done(out) if config.resume else 0
-    with TrainingProgress(settings.iterations, f"{label}, seed {config.seed}", done=done) as progress:
+    with TrainingProgress(
+        settings.iterations, f"{label}, seed {config.seed}", done=done, displayed=EPISODIC_RUNS.displayed
+    ) as progress:
         run = train(
             settings, out, label=label, resume=config.resume, tensorboard=config.tensorboard,
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
@@ -216,7 +219,8 @@ def compare_command(config: CompareConfig) -> list[Path]:
     config.output.mkdir(parents=True, exist_ok=True)
     # A share of one core is best spent in one process that simulates and learns in turn.
     jobs = [_job(replace(run, workers=share if share > 1 else 0)) for run in runs]
-    run_jobs(jobs, at_once=at_once, environment={"OMP_NUM_THREADS": "1"})
+    environment = {"OMP_NUM_THREADS": "1"}
+    run_jobs(jobs, at_once=at_once, environment=environment, displayed=EPISODIC_RUNS.displayed)
     return [job.folder for job in jobs]
 
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -120,7 +119,7 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def newest_sound_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
+def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
     """The newest complete checkpoint whose files are as they were written; None if there is none.
 
     Args:
@@ -174,8 +173,8 @@ def remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def prune_checkpoints(root: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all but the ``keep`` newest complete checkpoints and those of the steps in ``protect``.
+def prune_checkpoints(root: Path, keep: int) -> list[int]:
+    """Delete all but the ``keep`` newest complete checkpoints.
 
     The newest complete checkpoint always stays, and folders not (yet) complete are not touched.
     Returns the steps deleted.
@@ -185,9 +184,7 @@ def prune_checkpoints(root: Path, keep: int, protect: Collection[int] = ()) -> l
     """
     if keep < 1:
         raise InvalidInputError(f"keep={keep}: at least the newest checkpoint must stay; give 1 or more.")
-    deleted = []
-    for checkpoint in complete_checkpoints(root)[:-keep]:
-        if checkpoint.step not in protect:
-            remove_checkpoint(checkpoint.path)
-            deleted.append(checkpoint.step)
-    return deleted
+    old = complete_checkpoints(root)[:-keep]
+    for checkpoint in old:
+        remove_checkpoint(checkpoint.path)
+    return [checkpoint.step for checkpoint in old]

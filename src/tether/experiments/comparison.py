@@ -19,6 +19,7 @@ from tether.errors import InvalidInputError
 from tether.experiments.cost import Cost, cost_of, cost_table, format_bytes, with_factor
 from tether.experiments.files import atomic_write_json
 from tether.experiments.progress import format_duration
+from tether.experiments.run_data import RunData
 from tether.experiments.statistics import (
     Interval,
     bootstrap_interval,
@@ -28,7 +29,7 @@ from tether.experiments.statistics import (
     known_mean,
     permutation_p_value,
 )
-from tether.experiments.summary import RunData, format_gain, format_interval, format_range, headline_metric
+from tether.experiments.summary import format_gain, format_interval, format_range, headline_metric
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,7 +135,7 @@ def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None
         point=point,
         method=method,
         seeds=seeds,
-        unfinished=sum(not entry.run.folder.finished for entry in group),
+        unfinished=sum(not entry.run.finished for entry in group),
         start=float(np.mean([curve[0] for curve in curves])),
         final=_interval(scores, np.mean),
         middle=_interval(scores, interquartile_mean),
@@ -166,7 +167,7 @@ def _evaluations(run: RunData, metric: str) -> list[float]:
     assert curve is not None  # a headline metric is one that every run has
     values = [float(value) for value in curve.y if np.isfinite(value)]
     if not values:
-        raise InvalidInputError(f"{run.folder.path} has no finite {metric}; leave the run out.")
+        raise InvalidInputError(f"{run.path} has no finite {metric}; leave the run out.")
     return values
 
 
@@ -184,20 +185,21 @@ def _last(run: RunData, name: str) -> float | None:
 # ---------------------------------------------------------------------- for people and programs
 
 
+def comparison_data(metric: str, rows: Sequence[Row], baseline: str | None) -> dict[str, Any]:
+    """Everything in the table, and more digits, as plain dicts and lists."""
+    return {
+        "metric": metric,
+        "baseline": baseline,
+        "significance": SIGNIFICANCE,
+        "rows": [
+            asdict(row) | {"verdict": None if row.against is None else row.against.verdict} for row in rows
+        ],
+    }
+
+
 def write_comparison(path: Path, metric: str, rows: Sequence[Row], baseline: str | None) -> Path:
-    """Everything in the table, and more digits, as JSON."""
-    return atomic_write_json(
-        path,
-        {
-            "metric": metric,
-            "baseline": baseline,
-            "significance": SIGNIFICANCE,
-            "rows": [
-                asdict(row) | {"verdict": None if row.against is None else row.against.verdict}
-                for row in rows
-            ],
-        },
-    )
+    """Write `comparison_data` as JSON."""
+    return atomic_write_json(path, comparison_data(metric, rows, baseline))
 
 
 def cells_of(row: Row, metric: str) -> dict[str, str]:
@@ -256,7 +258,7 @@ def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) ->
                 min_width=width,
             )
         for row in group:
-            table.add_row(*(Text(part) for part in _in_a_terminal(row, metric, columns)))
+            table.add_row(*(Text(part) for part in _terminal_cells(row, metric, columns)))
         tables.append(table)
     costs = None if baseline is None else cost_table(_costs(rows), baseline)
     return tables if costs is None else [*tables, costs]
@@ -270,7 +272,7 @@ def _costs(rows: Iterable[Row]) -> dict[str, list[Cost]]:
     return costs
 
 
-def _in_a_terminal(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
+def _terminal_cells(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:
     """A row's words, each interval on a line of its own, the p-value under the verdict."""
     words = cells_of(row, metric)
     for name in columns:

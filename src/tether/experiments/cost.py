@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tether.experiments.peak_memory import MEMORY_METRICS
+from tether.experiments.run_data import RunData
 from tether.experiments.statistics import known_mean
-from tether.experiments.summary import RunData, format_range
+from tether.experiments.summary import format_range
 
 if TYPE_CHECKING:
     from rich.table import Table

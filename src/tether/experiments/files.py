@@ -58,7 +58,7 @@ def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
     return atomic_write_text(path, dump_json(value, indent=2) + "\n")
 
 
-def write_whole(file: RawIOBase, data: bytes) -> None:
+def write_all(file: RawIOBase, data: bytes) -> None:
     """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short.
 
     Raises:

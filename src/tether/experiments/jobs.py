@@ -12,10 +12,10 @@ from typing import Protocol
 
 from tether.errors import TetherError
 from tether.experiments.forked import ForkedProcess, preload
-from tether.experiments.progress import SeveralRuns
+from tether.experiments.progress import Displayed, SeveralRuns
 from tether.experiments.runs import RunFolder
 
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_REFRESHES = 0.5
 _LINES_OF_A_FAILURE = 15
 
 
@@ -57,6 +57,7 @@ def run_jobs(
     seconds: float | None = None,
     on_finished: Callable[[Job], None] | None = None,
     preloaded: Sequence[str] = (),
+    displayed: Displayed | None = None,
 ) -> list[Job]:
     """Run what is not finished yet, `at_once` at a time, and show how far it all is.
 
@@ -74,6 +75,7 @@ def run_jobs(
         preloaded: modules that every job imports. If given, a server imports them once and the jobs are
             forked from it, which saves runs of seconds a third of their time. Only for ``python -m`` commands
             that use no accelerator, whose driver does not survive a fork.
+        displayed: which numbers of the runs are shown, and how.
 
     Returns:
         The jobs that are not finished because the time was up; empty otherwise.
@@ -86,21 +88,23 @@ def run_jobs(
     queue = _Queue(jobs, at_once, environment or {}, on_finished, ForkedProcess if preloaded else _start)
     deadline = None if seconds is None else time.monotonic() + seconds
     with SeveralRuns(
-        {job.name: (job.folder, job.steps) for job in jobs}, weights={job.name: job.weight for job in jobs}
+        {job.name: (job.folder, job.steps) for job in jobs},
+        weights={job.name: job.weight for job in jobs},
+        displayed=displayed,
     ) as display:
         try:
             while queue.unfinished:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 queue.start()
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-                display.look([job.name for job in queue.running])
+                time.sleep(_SECONDS_BETWEEN_REFRESHES)
+                display.refresh([job.name for job in queue.running])
                 queue.collect()
                 if queue.failures and (not keep_going or not queue.succeeded):
                     break
         finally:
             queue.stop()
-        display.look([job.name for job in jobs])
+        display.refresh([job.name for job in jobs])
     if queue.failures:
         raise RunFailedError("\n\n".join(queue.failures))
     return queue.unfinished

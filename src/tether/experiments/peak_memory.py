@@ -14,7 +14,7 @@ MEMORY_METRICS = {
     "device_bytes_max": "tensors on the device",
     "resident_bytes_max": "resident set of the process",
 }
-"""Under which name a step's peak is logged, and of what it is: always what the start of training lacked."""
+"""Under which name a step's peak is logged, and what it measures, relative to usage when training started."""
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -22,13 +22,13 @@ _RESET_PEAK = "5"
 
 
 class PeakMemory(ABC):
-    """Measure what a step takes at its most, beyond what was in use when measuring began.
+    """Measure the most memory a step uses, relative to usage when measuring began.
 
-    Make it once everything is loaded, `restart` before each step and read `peak` after it. What was loaded by
-    then (libraries, weights, data) is left out; gradients, the optimizer's moments, activations, logits and
-    whatever a method keeps of the old policy are counted. Bytes; zero where a step took nothing more.
+    Create it once everything is loaded, `restart` it before each step and read `peak` after it. What was
+    loaded by then (libraries, weights, data) does not count; gradients, the optimizer's moments, activations,
+    logits and whatever a method keeps of the old policy do. In bytes; zero where a step needed nothing more.
 
-    Use `peak_memory` for the kind that fits a device.
+    `peak_memory` returns the kind that suits a device.
     """
 
     metric: str
@@ -115,10 +115,10 @@ def peak_memory(device: torch.device | str) -> PeakMemory | None:
     return _Resident()
 
 
-def largest(records: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
+def largest_peak(records: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
     """Name and value of a run's largest peak among its lines of metrics; None where none was measured.
 
-    >>> largest([{"step": 1, "resident_bytes_max": 5}, {"step": 2, "resident_bytes_max": 7}])
+    >>> largest_peak([{"step": 1, "resident_bytes_max": 5}, {"step": 2, "resident_bytes_max": 7}])
     ('resident_bytes_max', 7)
     """
     found = [(name, int(record[name])) for record in records for name in MEMORY_METRICS if name in record]
@@ -130,13 +130,13 @@ def largest(records: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
     return None
 
 
-def at_the_end(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def peak_at_end(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The largest peak as the end of a run notes it; nothing where none was measured.
 
-    >>> at_the_end([{"resident_bytes_max": 7}])
+    >>> peak_at_end([{"resident_bytes_max": 7}])
     {'peak_memory_bytes': 7, 'peak_memory_of': 'resident set of the process, beyond the start of training'}
     """
-    found = largest(records)
+    found = largest_peak(records)
     if found is None:
         return {}
     name, value = found

@@ -31,7 +31,7 @@ class Colours:
     text: str
     muted: str
     grid: str
-    crowd: str
+    background_line: str
     """Lines in the background."""
     cycle: tuple[str, ...]
     """Okabe and Ito's colours, lightened for the dark theme: told apart without green or red cones, too."""
@@ -48,7 +48,7 @@ COLOURS: dict[Theme, Colours] = {
     ),
 }  # fmt: skip
 
-_FIXED_PLACES = {
+_FIXED_COLOURS = {
     "troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7,
     "no trust region": 7,
 }  # fmt: skip
@@ -93,7 +93,7 @@ def palette(labels: Sequence[str], theme: Theme = "light") -> dict[str, str]:
     True
     """
     cycle = COLOURS[theme].cycle
-    return {label: cycle[place % len(cycle)] for label, place in _places(labels).items()}
+    return {label: cycle[place % len(cycle)] for label, place in _colour_indices(labels).items()}
 
 
 def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 5.2, height: float = 3.2) -> Figure:
@@ -146,13 +146,6 @@ def small_multiples(
         return figure
 
 
-def draw_panel(axes: Axes, panel: Panel, labels: Sequence[str] | None = None, theme: Theme = "light") -> None:
-    """Draw a panel on existing axes; ``labels`` are all labels that share the colours."""
-    ends = _draw(axes, panel, _named([panel]) if labels is None else labels, theme)
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles the layout
-    label_ends(axes, ends)
-
-
 def _named(panels: Sequence[Panel]) -> list[str]:
     """The labels that have a colour of their own."""
     return list(
@@ -162,7 +155,7 @@ def _named(panels: Sequence[Panel]) -> list[str]:
 
 def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list[End]:
     """Everything but the labels, which need the layout settled; returns where those go."""
-    colours, places = palette(labels, theme), _places(labels)
+    colours, places = palette(labels, theme), _colour_indices(labels)
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
@@ -307,10 +300,10 @@ def band_of(curves: Sequence[Curve]) -> CurveBand | None:
     return mean_curve(curves, grid=max(2, min(fewest, 200)))
 
 
-def _places(labels: Sequence[str]) -> dict[str, int]:
+def _colour_indices(labels: Sequence[str]) -> dict[str, int]:
     unique = sorted(dict.fromkeys(labels))
     known = {label: label.casefold() for label in unique}
-    fixed = {label: _FIXED_PLACES[name] for label, name in known.items() if name in _FIXED_PLACES}
+    fixed = {label: _FIXED_COLOURS[name] for label, name in known.items() if name in _FIXED_COLOURS}
     # Two names of one place (troll, tce) in one figure: the second takes the next free place.
     places: dict[str, int] = {}
     for label, place in fixed.items():
@@ -353,7 +346,7 @@ def _draw_background(axes: Axes, curves: list[Curve], theme: Theme) -> None:
     """The mean of the runs of a label nobody is to look for."""
     band = band_of(curves) if len(curves) > 1 else None
     x, y = (band.x, band.mean) if band is not None else (curves[0].x, curves[0].y)
-    axes.plot(x, y, color=COLOURS[theme].crowd, linewidth=0.8, zorder=1.5)
+    axes.plot(x, y, color=COLOURS[theme].background_line, linewidth=0.8, zorder=1.5)
 
 
 def _scale(axes: Axes, panel: Panel) -> None:

@@ -14,7 +14,6 @@ from tether.errors import CheckpointError
 from tether.experiments.files import load_json
 
 CONFIG_FILE = "config.json"
-KINDS = ("llm", "episodic")
 
 _PACKAGES = ("tether-rl", "torch", "numpy", "transformers", "trl", "gymnasium", "mujoco", "metaworld")
 
@@ -24,7 +23,7 @@ class RunConfig:
     """Everything needed to repeat a run."""
 
     kind: str
-    """``"llm"`` or ``"episodic"``: which metrics the run writes and how its report looks."""
+    """Which metrics the run writes and how its report looks: the name of a `RunKind`."""
 
     label: str
     """The method, as it is called in legends and tables: runs of one label are seeds of one method."""
@@ -64,8 +63,6 @@ def read_config(path: Path) -> RunConfig:
         raise CheckpointError(
             f"{file} is not a run's configuration ({error}). Restore it, or start the run again elsewhere."
         ) from error
-    if config.kind not in KINDS:
-        raise CheckpointError(f"{file}: kind is {config.kind!r}; known kinds are {', '.join(KINDS)}.")
     return config
 
 

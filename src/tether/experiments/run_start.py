@@ -14,6 +14,11 @@ from tether.experiments.run_config import CONFIG_FILE, RunConfig, differences, r
 FINISHED_FILE = "FINISHED"
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a run that came to its end."""
+    return (folder / CONFIG_FILE).is_file() and (folder / FINISHED_FILE).is_file()
+
+
 def check_target(path: Path, resume: bool) -> bool:
     """Whether ``path`` holds a run to resume; refuses what must not be overwritten."""
     if path.exists() and not path.is_dir():
@@ -28,12 +33,10 @@ def check_target(path: Path, resume: bool) -> bool:
             "Pass resume=True (--resume) to go on with it, choose another output folder, or delete it."
         )
     own = (FolderLock.NAME, TEMPORARY_PREFIX)
-    strangers = (
-        [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
-    )
-    if strangers:
+    others = [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
+    if others:
         raise CheckpointError(
-            f"{path} is not empty and not a run: it holds {', '.join(sorted(strangers)[:3])}. "
+            f"{path} is not empty and not a run: it holds {', '.join(sorted(others)[:3])}. "
             "Choose another output folder; nothing was touched."
         )
     return False

@@ -25,14 +25,13 @@ from tether.experiments.files import (
     iterate_json_lines,
     load_json,
     read_json_lines,
-    write_whole,
+    write_all,
 )
 from tether.experiments.locking import FolderLock
 from tether.experiments.measurements import as_number, summary_writer
-from tether.experiments.peak_memory import at_the_end
+from tether.experiments.peak_memory import peak_at_end
 from tether.experiments.run_config import (
     CONFIG_FILE,
-    KINDS,
     RunConfig,
     installed_versions,
     now,
@@ -83,8 +82,8 @@ class RunFolder:
         self._wants_tensorboard = tensorboard
         self._tensorboard: SummaryWriter | None = None
         if lock is not None:
-            self._drop_cut_lines()
-            self._recall()
+            self._drop_partial_lines()
+            self._restore_position()
 
     # ------------------------------------------------------------------ beginning
 
@@ -106,7 +105,7 @@ class RunFolder:
 
         Args:
             path: the run's folder; parents are made.
-            kind: ``"llm"`` or ``"episodic"``.
+            kind: what decides how its report looks (`tether.experiments.run_kind.RunKind.name`).
             label: the method's name in legends and tables.
             seed: the run's seed.
             settings: the options of the training command, JSON-able.
@@ -121,12 +120,13 @@ class RunFolder:
         Raises:
             CheckpointError: the folder holds a run and ``resume`` is off; it holds another run or something
                 else than a run; another process writes it.
-            InvalidInputError: an unknown kind, an empty label, settings JSON cannot hold.
+            InvalidInputError: an empty kind or label, settings JSON cannot hold.
         """
-        if kind not in KINDS:
-            raise InvalidInputError(f"kind={kind!r}: known kinds of run are {', '.join(KINDS)}.")
-        if not label:
-            raise InvalidInputError("A run needs a label: the method's name in legends and tables.")
+        if not kind or not label:
+            raise InvalidInputError(
+                f"kind={kind!r}, label={label!r}: a run needs a kind, which decides how its report looks, "
+                "and a label, the method's name in legends and tables."
+            )
         path = Path(path)
         # Through JSON and back, so that tuples and lists, paths and strings compare equal on resume.
         plain: dict[str, Any] = load_json(dump_json(dict(settings)))
@@ -203,18 +203,11 @@ class RunFolder:
         target = self.path / "samples" / f"{step_name(step)}.jsonl"
         return atomic_write_text(target, dump_json_lines(dict(row) for row in rows))
 
-    def figure_path(self, name: str) -> Path:
-        """Where a picture or video of the run goes: ``figures/<name>``; the folder is made."""
-        self._check_writable()
-        folder = self.path / "figures"
-        folder.mkdir(exist_ok=True)
-        return folder / name
-
     def mark_finished(self) -> None:
         """Note the end of training, its time and its peak of memory; call it last, no numbers can follow."""
         self._check_writable()
         self._sync()
-        end = {"time": now(), "training_seconds": self.elapsed, **at_the_end(self.metrics())}
+        end = {"time": now(), "training_seconds": self.elapsed, **peak_at_end(self.metrics())}
         atomic_write_json(self.path / FINISHED_FILE, end)
 
     # ------------------------------------------------------------------ reading
@@ -223,6 +216,13 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether training came to its end (`mark_finished`)."""
         return (self.path / FINISHED_FILE).exists()
+
+    def end(self) -> dict[str, Any]:
+        """What `mark_finished` noted: the time, seconds of training, the peak of memory; nothing before."""
+        if not self.finished:
+            return {}
+        content: dict[str, Any] = load_json((self.path / FINISHED_FILE).read_bytes())
+        return content
 
     @property
     def elapsed(self) -> float:
@@ -289,12 +289,12 @@ class RunFolder:
 
         Its files are compared with what was written; a damaged one is refused, or skipped with a warning.
         """
-        return _checkpoints.newest_sound_checkpoint(self._checkpoint_root, damaged)
+        return _checkpoints.newest_intact_checkpoint(self._checkpoint_root, damaged)
 
-    def prune_checkpoints(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all but the ``keep`` newest complete checkpoints and the steps in ``protect``."""
+    def prune_checkpoints(self, keep: int) -> list[int]:
+        """Delete all but the ``keep`` newest complete checkpoints."""
         self._check_writable()
-        return _checkpoints.prune_checkpoints(self._checkpoint_root, keep, protect)
+        return _checkpoints.prune_checkpoints(self._checkpoint_root, keep)
 
     def truncate_after(self, step: int) -> None:
         """Go back to how the run stood after ``step``: drop later lines, samples and checkpoints.
@@ -318,7 +318,7 @@ class RunFolder:
         for name in (METRICS_FILE, EVAL_FILE):
             self._rewrite(name, lambda record: record.get("step", 0) <= step)
         (self.path / FINISHED_FILE).unlink(missing_ok=True)
-        self._recall()
+        self._restore_position()
 
     # ------------------------------------------------------------------ inside
 
@@ -342,7 +342,7 @@ class RunFolder:
             )
         numbers = {key: as_number(key, value) for key, value in metrics.items()}
         record = {"step": int(step), "time_s": round(self.elapsed, 4), **numbers}
-        write_whole(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
+        write_all(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
         self._last_step[name] = int(step)
         self._mirror("eval" if name == EVAL_FILE else "train", step, numbers)
 
@@ -372,7 +372,7 @@ class RunFolder:
                 f"{self.path} is not open for writing. Go on with it by RunFolder.create(..., resume=True)."
             )
 
-    def _drop_cut_lines(self) -> None:
+    def _drop_partial_lines(self) -> None:
         for name in (METRICS_FILE, EVAL_FILE):
             file = self.path / name
             if file.exists() and not file.read_bytes().endswith(b"\n"):
@@ -385,7 +385,7 @@ class RunFolder:
         kept = b"".join(line for line, record in iterate_json_lines(file) if wanted(record))
         atomic_write_bytes(file, kept)
 
-    def _recall(self) -> None:
+    def _restore_position(self) -> None:
         """Take the last steps and the training time from the files."""
         seconds = 0.0
         self._last_step.clear()

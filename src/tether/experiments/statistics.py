@@ -56,14 +56,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurveBand:
-    """The mean of several runs' curves and its pointwise interval."""
+    """The mean of several runs' curves and its pointwise interval; of one curve without width."""
 
     x: Array
     mean: Array
     low: Array
     high: Array
-    runs: int
-    """How many curves went in; with one, ``low`` and ``high`` equal ``mean``."""
 
 
 def interquartile_mean(values: ArrayLike, axis: int | None = None) -> NDArray[np.floating]:
@@ -142,7 +140,8 @@ def bootstrap_interval(
 def proportion_interval(proportion: float, count: int, *, level: float = 0.95) -> Interval:
     """How far one run's success would move with other problems: Wilson's interval for ``count`` trials.
 
-    It says nothing about other seeds. E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
+    It says nothing about other seeds. E. B. Wilson, J. Am. Stat. Assoc. 22 (1927). Scipy's binomtest takes
+    whole numbers of successes only; the mean over several responses to each problem is none.
 
     Raises:
         InvalidInputError: a proportion outside [0, 1] or no trials.
@@ -200,7 +199,8 @@ def permutation_p_value(
     that many random ones. It assumes no distribution and holds for few runs, where a bootstrap interval is
     too narrow: five runs against five can reach .008, three against three never less than .1.
 
-    Source: Fisher's randomisation test; the sampled form as in Phipson and Smyth (arXiv 1603.05766).
+    Source: Fisher's randomisation test; the sampled form as in Phipson and Smyth (arXiv 1603.05766). Scipy's
+    permutation_test refuses methods with a single run.
 
     Raises:
         InvalidInputError: scores missing, not finite or not [R].
@@ -217,8 +217,8 @@ def permutation_p_value(
     def difference(sums: Array) -> Array:
         return np.abs(sums / count - (total - sums) / len(right))
 
-    # A hair below, so that rounding never makes the arrangement observed rarer than itself.
-    observed = difference(left.sum()[None])[0] * (1 - 1e-9)
+    # Rounding must not make the arrangement observed rarer than itself, even where its difference is 0.
+    observed = difference(left.sum()[None])[0] - 1e-12 * np.abs(together).max()
     if math.comb(len(together), count) <= resamples:
         chosen = np.array(list(itertools.combinations(range(len(together)), count)))
         return float((difference(together[chosen].sum(axis=1)) >= observed).mean())
@@ -282,14 +282,14 @@ def mean_curve(
     values = np.where(np.isfinite(values), values, np.nan)
     mean = values.mean(axis=0)
     if len(values) == 1:
-        return CurveBand(x, mean, mean, mean, runs=1)
+        return CurveBand(x, mean, mean, mean)
     rng = np.random.default_rng(seed)
     weights = _resampled_weights(len(values), resamples, rng)  # [resamples, R]
     known = np.isfinite(mean)
     low, high = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
     if known.any():
         low[known], high[known] = _percentiles(weights @ values[:, known], level)
-    return CurveBand(x, mean, low, high, runs=len(values))
+    return CurveBand(x, mean, low, high)
 
 
 def align_curves(curves: Sequence[Curve], grid: int | ArrayLike | None = None) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from tether.experiments.files import (
     atomic_write_text,
     dump_json_lines,
     read_json_lines,
-    write_whole,
+    write_all,
 )
 from tether.llm.eval_config import EvalConfig
 from tether.llm.generate import Response, answer, encode_prompt
@@ -74,7 +74,7 @@ def collect_answers(
         fresh = _answer_batch(config, examinee, task, batch, start, _seed(config.seed, name, start))
         if file is not None:
             with file.open("ab", buffering=0) as lines:
-                write_whole(lines, dump_json_lines(fresh).encode())
+                write_all(lines, dump_json_lines(fresh).encode())
         rows += fresh
         done(len(rows))
     return rows

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tether.errors import ConfigError
-from tether.experiments.compact import is_finished, keep_compact
 from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
 from tether.experiments.jobs import Job, run_jobs
+from tether.experiments.run_data import RunData
+from tether.experiments.run_start import is_finished
 from tether.experiments.settings_file import write_settings
-from tether.experiments.summary import load_runs
+from tether.experiments.study_table import StudyTable
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import Cell, cells
+from tether.llm.run_kind import LLM_RUNS
+
+KINDS = {LLM_RUNS.name: LLM_RUNS}
 
 # What a run of the embedded model costs on one core, in seconds, of which only the relations matter: starting
 # a process, a response written and learned from, an optimizer step.
@@ -33,10 +37,8 @@ _IMPORTED_BY_A_RUN = ("tether.llm.train", "tether.integrations.trl", "trl.traine
 class Comparison:
     """What a comparison has so far."""
 
-    cells: list[Cell]
-    """All of the grid, methods together, seeds within."""
-    runs: list[Path]
-    """Where the finished runs of those are."""
+    finished: list[tuple[Cell, RunData]]
+    """The finished runs with their cells: methods together, seeds within."""
     unfinished: int
     """How many are not finished because the time was up."""
 
@@ -51,14 +53,25 @@ def compare(config: CompareConfig) -> Comparison:
         ConfigError: a cell whose settings do not go together, before anything runs.
         RunFailedError: runs that ended before they were finished; all others are kept.
     """
-    grid = cells(config)
-    missing = [cell for cell in grid if not _is_kept(config, cell)]
-    unfinished: list[Job] = []
-    if missing:
-        unfinished = _run(config, missing)
-    in_order = _by_method(config, grid)
-    folders = [_folder(config, cell) for cell in in_order]
-    return Comparison(in_order, [folder for folder in folders if is_finished(folder)], len(unfinished))
+    comparison = finished_runs(config)
+    finished = {cell.name for cell, _ in comparison.finished}
+    missing = [cell for cell in cells(config) if cell.name not in finished]
+    if not missing:
+        return comparison
+    unfinished = _run(config, missing)
+    return replace(finished_runs(config), unfinished=len(unfinished))
+
+
+def finished_runs(config: CompareConfig) -> Comparison:
+    """What there is of the comparison, without training anything.
+
+    Raises:
+        ConfigError: a finished run has other settings than the grid gives it.
+    """
+    grid = _by_method(config, cells(config))
+    kept = _kept(config, grid)
+    in_order = [(cell, kept[cell.name]) for cell in grid if cell.name in kept]
+    return Comparison(in_order, len(grid) - len(in_order))
 
 
 def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
@@ -67,15 +80,28 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     threads = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
     jobs = [_job(cell, threads) for cell in missing]
-    return run_jobs(
-        jobs,
-        at_once=at_once,
-        environment={"OMP_NUM_THREADS": str(threads)},
-        keep_going=True,
-        seconds=None if config.minutes is None else 60 * config.minutes,
-        on_finished=lambda job: _keep(config, job.folder),
-        preloaded=() if _uses_accelerator(config) else _IMPORTED_BY_A_RUN,
-    )
+    finished: list[Path] = []
+
+    def finish(job: Job) -> None:
+        finished.append(job.folder)
+        if config.results is not None:
+            _give_back_disk(job.folder)
+
+    try:
+        return run_jobs(
+            jobs,
+            at_once=at_once,
+            environment={"OMP_NUM_THREADS": str(threads)},
+            keep_going=True,
+            seconds=None if config.minutes is None else 60 * config.minutes,
+            on_finished=finish,
+            preloaded=() if _uses_accelerator(config) else _IMPORTED_BY_A_RUN,
+            displayed=LLM_RUNS.displayed,
+        )
+    finally:
+        # After a crash of this process instead, the same command finds these runs finished and keeps them.
+        if config.results is not None:
+            StudyTable(config.results, KINDS).add(grid_name(config), _read(finished))
 
 
 def _uses_accelerator(config: CompareConfig) -> bool:
@@ -96,30 +122,37 @@ def _weight(run: TrainConfig) -> float:
     return _COST_OF_A_START + _COST_OF_A_RESPONSE * responses + _COST_OF_A_STEP * run.steps
 
 
-def _keep(config: CompareConfig, folder: Path) -> None:
-    """Keep a small copy of a finished run, and give back the disk that only going on with it needed."""
-    if config.results is None:
-        return
-    keep_compact(folder, config.results / folder.name)
+def _give_back_disk(folder: Path) -> None:
+    """Delete what only going on with a run needs."""
     for name in ("checkpoints", "model", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _is_kept(config: CompareConfig, cell: Cell) -> bool:
-    """Whether a copy of the finished run is there, and is of this very run."""
+def grid_name(config: CompareConfig) -> str:
+    """Under which name the comparison's runs stand in its table."""
+    return config.output.name
+
+
+def _read(folders: Iterable[Path]) -> list[RunData]:
+    return [RunData.read(folder, KINDS) for folder in folders]
+
+
+def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
+    """The finished runs of the grid by name, all of these very settings."""
     if config.results is None:
-        return False
-    folder = config.results / cell.train.output.name
-    if not is_finished(folder):
-        return False
-    [run] = load_runs([folder])
-    changed = _changed(run.config.settings, cell.train)
-    if changed:
-        raise ConfigError(
-            f"{folder} holds a run with other settings ({changed}). Give the comparison another "
-            "results folder, or delete that run."
-        )
-    return True
+        finished = _read(cell.train.output for cell in grid if is_finished(cell.train.output))
+        return {run.path.name: run for run in finished}
+    table = StudyTable(config.results, KINDS).runs(grid_name(config))
+    runs = {name: run for name, run in table.items() if run.finished}
+    for cell in grid:
+        run = runs.get(cell.name)
+        changed = _changed(run.config.settings, cell.train) if run is not None else ""
+        if run is not None and changed:
+            raise ConfigError(
+                f"{run.path} was run with other settings ({changed}). Give the comparison another table "
+                "(results) or another output folder, or delete the rows of that run."
+            )
+    return runs
 
 
 def _changed(kept: dict[str, object], train: TrainConfig) -> str:
@@ -134,10 +167,6 @@ def _changed(kept: dict[str, object], train: TrainConfig) -> str:
         for name, value in kept.items()
         if name not in ignored and asked[name] != value
     )
-
-
-def _folder(config: CompareConfig, cell: Cell) -> Path:
-    return cell.train.output if config.results is None else config.results / cell.train.output.name
 
 
 def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:
@@ -163,9 +192,10 @@ def baseline_of(config: CompareConfig) -> str | None:
     return "clip" if "clip" in config.trust_regions else config.trust_regions[-1]
 
 
-def _baseline_label(config: CompareConfig, comparison: Comparison) -> str | None:
+def baseline_label(config: CompareConfig, comparison: Comparison) -> str | None:
+    """The baseline in words; None if there is none, or none of its runs is finished."""
     baseline = baseline_of(config)
-    return next((cell.method_label for cell in comparison.cells if cell.method == baseline), None)
+    return next((cell.method_label for cell, _ in comparison.finished if cell.method == baseline), None)
 
 
 def rows_of(config: CompareConfig, comparison: Comparison) -> tuple[str, list[Row]]:
@@ -174,15 +204,13 @@ def rows_of(config: CompareConfig, comparison: Comparison) -> tuple[str, list[Ro
     Raises:
         ConfigError: nothing is finished yet.
     """
-    if not comparison.runs:
+    if not comparison.finished:
         raise ConfigError("No run of the comparison is finished yet. Give it more minutes.")
-    by_folder = {_folder(config, cell): cell for cell in comparison.cells}
-    entries = []
-    for run in load_runs(comparison.runs):
-        cell = by_folder[run.folder.path]
-        samples = cell.train.steps * cell.train.responses_per_update
-        entries.append(Entry(cell.method_label, cell.point_label, run, samples))
-    return compare_methods(entries, _baseline_label(config, comparison))
+    entries = [
+        Entry(cell.method_label, cell.point_label, run, cell.train.steps * cell.train.responses_per_update)
+        for cell, run in comparison.finished
+    ]
+    return compare_methods(entries, baseline_label(config, comparison))
 
 
 def report_comparison(config: CompareConfig, comparison: Comparison) -> Path:
@@ -194,12 +222,12 @@ def report_comparison(config: CompareConfig, comparison: Comparison) -> Path:
 
     folder = config.output / "report"
     metric, rows = rows_of(config, comparison)
-    baseline = _baseline_label(config, comparison)
-    for place in filter(None, (folder, config.results)):
-        write_comparison(place / "comparison.json", metric, rows, baseline)
-    if len(config.seeds) > 1 or any(cell.point for cell in comparison.cells):
+    baseline = baseline_label(config, comparison)
+    runs = [run for _, run in comparison.finished]
+    write_comparison(folder / "comparison.json", metric, rows, baseline)
+    if len(config.seeds) > 1 or any(cell.point for cell, _ in comparison.finished):
         for table in comparison_tables(metric, rows, baseline):
             Console().print(table)
     else:  # one run a method: intervals over problems are all there is
-        print_results(comparison.runs)
-    return write_report(comparison.runs, folder, comparison=(metric, rows, baseline))
+        print_results(runs)
+    return write_report(runs, folder, comparison=(metric, rows, baseline))

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tether.errors import ConfigError
+from tether.experiments.study_table import check_table_path
 from tether.llm.config import TrainConfig
-from tether.llm.methods import Estimator
+from tether.llm.method_names import Estimator
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class CompareConfig:
     minutes: float | None = None
     """Stop, with checkpoints, after this long; the same command goes on from there."""
     results: Path | None = None
-    """Folder that keeps a small copy of each finished run; runs found there are not trained again."""
+    """Table (a .csv file) that keeps the numbers of each finished run; runs found there are not trained
+    again."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """What all runs share; its output, trust_region, seed, threads and whatever the grid varies are set for
     each."""
@@ -56,6 +58,8 @@ class CompareConfig:
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name}={values} must not repeat themselves.")
+        if self.results is not None:
+            check_table_path(self.results, "results")
         for name in ("jobs", "batches", "evaluations"):
             value = getattr(self, name)
             if value is not None and value < 1:

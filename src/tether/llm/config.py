@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tether.errors import ConfigError
-from tether.llm.methods import Estimator, TrustRegion, check_method, method_label
+from tether.llm.method_names import OWN_FIELDS, Estimator, TrustRegion, is_loss, method_label
 
 Support = Literal["exact", "bucket", "paper"]
 Region = Literal["token", "sequence"]
@@ -175,7 +175,7 @@ class TrainConfig:
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
-        check_method(self)
+        _check_method(self)
         self._check_batches()
         self._check_hardware()
 
@@ -236,7 +236,7 @@ class TrainConfig:
     @property
     def label(self) -> str:
         """The method's name in tables and legends."""
-        return self.name or method_label(self)
+        return self.name or method_label(self.trust_region, self.loss_options)
 
     def settings(self) -> dict[str, Any]:
         """What defines the run, for its folder; where it is and how it is continued do not."""
@@ -249,3 +249,62 @@ class TrainConfig:
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
+def _check_method(config: TrainConfig) -> None:
+    """Refuse a trust region, options and an estimator that do not go together.
+
+    Raises:
+        ConfigError: naming the setting and what there is instead.
+    """
+    for name, known in (("trust_region", get_args(TrustRegion)), ("estimator", get_args(Estimator))):
+        if getattr(config, name) not in known:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not known. Choose one of {', '.join(known)}."
+            )
+    if is_loss(config.trust_region):
+        from tether.integrations.loss_options import check_loss_options  # torch, which others do not need
+
+        check_loss_options(config.trust_region, config.loss_options)
+        if config.estimator == "gspo":
+            raise ConfigError(
+                f"estimator='gspo' sets the level of the ratio in troll, clip and none; "
+                f"{config.trust_region} has one of its own. Use trust_region='gspo' with estimator='grpo', "
+                "or another estimator."
+            )
+    elif config.loss_options:
+        raise ConfigError(
+            f"loss_options={dict(config.loss_options)} are for losses of tether.losses; "
+            f"{config.trust_region} is set by fields: {OWN_FIELDS[config.trust_region]}."
+        )
+    _check_inside(config)
+    if config.estimator == "ppo" and config.quantization != "none":
+        raise ConfigError(
+            f"estimator='ppo' trains a copy of the backbone as its critic, which quantization="
+            f"{config.quantization!r} makes impossible. Use another estimator, such as rloo."
+        )
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)} (1 is usual).")
+    for name in ("critic_learning_rate", "value_clip"):
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} must be positive, got {getattr(config, name)}.")
+
+
+def _check_inside(config: TrainConfig) -> None:
+    of_troll = {
+        "alpha_tolerance": config.alpha_tolerance,
+        "regression_updates": config.regression_updates or None,
+    }
+    for name, value in of_troll.items():
+        if value is not None and config.trust_region != "troll":
+            raise ConfigError(f"{name}={value} acts on TROLL's regression; {config.trust_region} has none.")
+    for name in ("alpha_tolerance", "kl_stop"):
+        value = getattr(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} must be a positive number, got {value}.")
+    if not 0 <= config.regression_updates < config.updates_per_rollout:
+        raise ConfigError(
+            f"regression_updates={config.regression_updates} must leave some of the "
+            f"{config.updates_per_rollout} updates of a batch to the policy gradient."
+        )

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from tether.errors import ConfigError
 
+PAGE_FILE = "report.html"
+"""The page in an evaluation's output folder."""
+
 # What does not change what is measured.
 _NOT_MEASURED = ("output", "threads", "page_problems")
 

@@ -15,9 +15,10 @@ import torch
 from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import atomic_write_json, dump_json, load_json
 from tether.llm.answers import Examinee, Row, collect_answers
-from tether.llm.eval_config import EvalConfig
+from tether.llm.eval_config import PAGE_FILE, EvalConfig
+from tether.llm.evaluation_page import write_page
 from tether.llm.generate import Response, answer
-from tether.llm.measures import Difference, Summary, difference, summarise_problems
+from tether.llm.measures import TaskResult, difference, summarise_problems
 from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
 from tether.llm.tasks.training import closing, verify_all
@@ -82,18 +83,6 @@ def evaluate_model(
         reward=_mean(rows, "reward"),
         rows=rows + greedy_rows,
     )
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """One task, answered by one model or two."""
-
-    task: str
-    rows: dict[str, list[Row]]
-    """One a problem, in the same order for both."""
-    summaries: dict[str, Summary]
-    difference: Difference | None
-    """Model less baseline, where there is one."""
 
 
 def evaluate(config: EvalConfig) -> list[TaskResult]:
@@ -198,8 +187,6 @@ def _result(config: EvalConfig, name: str, rows: dict[str, list[Row]]) -> TaskRe
 
 
 def _write_results(config: EvalConfig, results: Sequence[TaskResult], folder: Path) -> None:
-    from tether.llm.evaluation_page import PAGE_FILE, write_page
-
     content = {
         result.task: {
             **{side: _plain(asdict(summary)) for side, summary in result.summaries.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tether.errors import MissingDependencyError
 from tether.experiments.files import atomic_write_text
@@ -15,12 +15,9 @@ from tether.experiments.report.words import date_text, setting_text, two_lines
 from tether.experiments.run_config import installed_versions, now
 from tether.experiments.summary import format_gain, format_interval
 from tether.llm.eval_config import EvalConfig
+from tether.llm.evaluation_table import table_columns, table_rows
+from tether.llm.measures import Row, TaskResult
 
-if TYPE_CHECKING:
-    from tether.llm.answers import Row
-    from tether.llm.evaluate import TaskResult
-
-PAGE_FILE = "report.html"
 TEMPLATE = "evaluation_page.html.jinja"
 
 SURPRISE_LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0)
@@ -78,8 +75,6 @@ def write_page(page: Path, config: EvalConfig, results: Sequence[TaskResult]) ->
         import jinja2
     except ImportError as error:
         raise MissingDependencyError("The page needs jinja2: pip install 'tether-rl[cli]'.") from error
-    from tether.llm.evaluation_table import table_columns, table_rows
-
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,  # prompts and responses are anybody's text

@@ -8,10 +8,8 @@ from typing import Any
 
 from tether.experiments.statistics import Interval
 from tether.experiments.summary import format_gain, format_interval
-from tether.llm.eval_config import EvalConfig
-from tether.llm.evaluate import TaskResult
-from tether.llm.evaluation_page import PAGE_FILE
-from tether.llm.measures import Difference, Summary
+from tether.llm.eval_config import PAGE_FILE, EvalConfig
+from tether.llm.measures import Difference, Summary, TaskResult
 
 
 def print_evaluation(config: EvalConfig, results: Sequence[TaskResult]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tether.errors import ConfigError, did_you_mean
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
-from tether.llm.methods import is_loss, method_label
+from tether.llm.method_names import is_loss, method_label
 
 Value = int | float | bool | str | None
 
@@ -38,6 +38,11 @@ class Cell:
     """The run, without its threads."""
 
     @property
+    def name(self) -> str:
+        """The run's name, of which a grid has each once."""
+        return self.train.output.name
+
+    @property
     def seed(self) -> int:
         """The run's seed."""
         return self.train.seed
@@ -45,7 +50,7 @@ class Cell:
     @property
     def point_label(self) -> str:
         """The point in words; empty where nothing but the method varies."""
-        return ", ".join(_in_words(name, value) for name, value in self.point)
+        return ", ".join(_axis_label(name, value) for name, value in self.point)
 
     @property
     def method_label(self) -> str:
@@ -155,7 +160,7 @@ def _cell(
                 f"The method {method!r} sets {key!r}, which is no setting of a training run{has}."
                 f"{did_you_mean(key, [*_FIELDS, *own])}"
             )
-    folder = "-".join([_slug(method), *(_in_short(*place) for place in point), f"seed{seed}"])
+    folder = "-".join([_slug(method), *(_axis_slug(*place) for place in point), f"seed{seed}"])
     folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
     changes |= _lengths(config, changes)
     changes |= {
@@ -200,7 +205,7 @@ def _lengths(config: CompareConfig, changes: dict[str, Any]) -> dict[str, int]:
 
 def _method_label(method: str, train: TrainConfig) -> str:
     _, settings = parse_method(method)
-    label = method_label(replace(train, name=None, loss_options={}))
+    label = method_label(train.trust_region, {})
     return " ".join([label, ", ".join(f"{key}={value}" for key, value in settings.items())]).strip()
 
 
@@ -208,9 +213,9 @@ def _slug(method: str) -> str:
     return method.replace(":", "-").replace(",", "-").replace("=", "")
 
 
-def _in_short(name: str, value: Value) -> str:
+def _axis_slug(name: str, value: Value) -> str:
     return f"{_SHORT[name][0] if name in _SHORT else name}{value}"
 
 
-def _in_words(name: str, value: Value) -> str:
+def _axis_label(name: str, value: Value) -> str:
     return _SHORT[name][1].format(value) if name in _SHORT else f"{name}={value}"

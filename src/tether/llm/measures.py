@@ -125,6 +125,18 @@ def difference(model: Sequence[Row], baseline: Sequence[Row], ks: Sequence[int] 
     )
 
 
+@dataclass(frozen=True)
+class TaskResult:
+    """One task, answered by one model or two."""
+
+    task: str
+    rows: Mapping[str, Sequence[Row]]
+    """One a problem, in the same order for both."""
+    summaries: dict[str, Summary]
+    difference: Difference | None
+    """Model less baseline, where there is one."""
+
+
 def successes(rows: Sequence[Row]) -> list[float]:
     """Sampled success of each problem."""
     return [_mean([response["correct"] for response in row["samples"]]) for row in rows]

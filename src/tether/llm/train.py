@@ -18,6 +18,7 @@ from tether.llm.config import TrainConfig
 from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
+from tether.llm.run_kind import LLM_RUNS
 from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
@@ -145,7 +146,9 @@ def _run(
     label = f"{config.label}, seed {config.seed}"
     where = Whereabouts()
     with (
-        TrainingProgress(config.steps, label, done=done, console=console) as progress,
+        TrainingProgress(
+            config.steps, label, done=done, displayed=LLM_RUNS.displayed, console=console
+        ) as progress,
         stopping_with_a_reason(run, trainer, config, where),
     ):
         trainer.args.output_dir = str(config.output / UNFINISHED)

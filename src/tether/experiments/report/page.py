@@ -18,15 +18,9 @@ from tether.experiments.report.responses import samples
 from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
 from tether.experiments.report.words import date_text, two_lines
 from tether.experiments.run_config import now
-from tether.experiments.summary import (
-    MethodSummary,
-    RunData,
-    format_gain,
-    format_interval,
-    load_runs,
-    metric_text,
-    summarise,
-)
+from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_kind import Kinds, RunKind
+from tether.experiments.summary import MethodSummary, format_gain, format_interval, summarise
 
 TEMPLATE = "page.html.jinja"
 MEDIA = {
@@ -40,7 +34,7 @@ NAMED_RIVALS = 3
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediaFile:
     """A picture or video a run made."""
 
     title: str
@@ -52,10 +46,11 @@ class Medium:
 
 
 def write_report(
-    run_paths: Iterable[str | Path],
+    runs: Iterable[str | Path | RunData],
     out: str | Path,
     title: str | None = None,
     *,
+    kinds: Kinds | None = None,
     comparison: tuple[str, Sequence[Row], str | None] | None = None,
 ) -> Path:
     """Show what some runs come to, on one page anybody can open and send on.
@@ -65,9 +60,11 @@ def write_report(
     beside the page.
 
     Args:
-        run_paths: run folders, or folders that hold some; all of one kind.
+        runs: run folders, folders that hold some, tables of studies (`load_runs`); all of one kind.
         out: a folder, which gets ``report.html``, or the name of an ``.html`` file.
         title: the page's headline.
+        kinds: what is known of each kind of run (`tether.kinds.KINDS` for those of this package); of others
+            every number is plotted by its name.
         comparison: metric, rows and baseline of `tether.experiments.comparison.compare_methods`, to show in
             full.
 
@@ -78,7 +75,7 @@ def write_report(
         CheckpointError: no such run, a run without a number yet, runs of different kinds.
         MissingDependencyError: jinja2 or matplotlib is not installed.
     """
-    runs = load_runs(run_paths)
+    runs = load_runs(runs, kinds)
     out = Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
     summaries = summarise(runs)
@@ -104,19 +101,19 @@ def _render(
     shared, differing = compare_settings(runs)
     return _template().render(
         title=title or _title(runs, [summary.label for summary in summaries]),
-        kind=runs[0].config.kind,
+        kind=runs[0].kind,
         created=date_text(now()),
         lead=_lead(summaries),
         summaries=[_summary_row(summary) for summary in summaries],
-        metric=metric_text(summaries[0].metric),
+        metric=summaries[0].metric_text,
         over=sorted({summary.over for summary in summaries}),
         few_seeds=any(1 < len(summary.seeds) < 5 for summary in summaries),
-        unfinished=[_run_name(run) for run in runs if not run.folder.finished],
+        unfinished=[_run_name(run) for run in runs if not run.finished],
         banded=any(len(summary.seeds) > 1 for summary in summaries),
         coloured=MOST_COLOURED,
         mixed=by_difference(mixed_labels(runs)),
         columns=[name for name in ("kl_mean", "kl_max", "projected") if _any(summaries, name)],
-        comparison=_comparison(comparison),
+        comparison=_comparison(runs[0].kind, comparison),
         plots=[_embedded(picture) for picture in plots],
         others=[_embedded(picture) for picture in others],
         samples=samples(runs),
@@ -129,7 +126,9 @@ def _render(
     )
 
 
-def _comparison(comparison: tuple[str, Sequence[Row], str | None] | None) -> dict[str, Any] | None:
+def _comparison(
+    kind: RunKind, comparison: tuple[str, Sequence[Row], str | None] | None
+) -> dict[str, Any] | None:
     """The rows in words, point by point; None where there is nothing to test."""
     if comparison is None or comparison[2] is None:
         return None
@@ -139,7 +138,7 @@ def _comparison(comparison: tuple[str, Sequence[Row], str | None] | None) -> dic
         for point, group in by_point(rows).items()
     }
     columns = list(next(iter(points.values()))[0])
-    return {"baseline": baseline, "metric": metric_text(metric), "columns": columns, "points": points}
+    return {"baseline": baseline, "metric": kind.metric_text(metric), "columns": columns, "points": points}
 
 
 def _template() -> Any:
@@ -165,7 +164,7 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
     so_far = "" if all(summary.finished for summary in known) else "So far: "
     best = max(known, key=lambda summary: summary.final.value if summary.final else -math.inf)
     assert best.final is not None
-    name = metric_text(best.metric)
+    name = best.metric_text
     value = format_interval(best.final, best.is_fraction)
     if len(known) == 1:
         start = format_interval(best.start, best.is_fraction)
@@ -202,20 +201,20 @@ def _summary_row(summary: MethodSummary) -> dict[str, Any]:
 
 def _run_row(run: RunData) -> dict[str, str]:
     return {
-        "name": run.folder.path.name,
+        "name": run.path.name,
         "label": run.config.label,
         "seed": str(run.config.seed),
         "steps": str(run.steps),
-        "state": "finished" if run.folder.finished else "unfinished",
+        "state": "finished" if run.finished else "unfinished",
         "time": format_duration(run.seconds),
         "started": date_text(run.config.started),
     }
 
 
-def _media(runs: Sequence[RunData]) -> list[Medium]:
+def _media(runs: Sequence[RunData]) -> list[MediaFile]:
     found = []
     for run in runs:
-        for path in run.folder.figures():
+        for path in run.folder.figures() if run.folder is not None else ():
             kind = MEDIA.get(path.suffix.lower())
             if kind is None:
                 continue
@@ -223,7 +222,7 @@ def _media(runs: Sequence[RunData]) -> list[Medium]:
             if path.stat().st_size < EMBEDDED_BYTES:
                 data = _data_uri(kind, path.read_bytes())
             title = path.stem.replace("_", " ").replace("-", " ")
-            found.append(Medium(title, _run_name(run), str(path), data, kind.startswith("video")))
+            found.append(MediaFile(title, _run_name(run), str(path), data, kind.startswith("video")))
     return found
 
 
@@ -248,7 +247,7 @@ def _versions(runs: Sequence[RunData]) -> dict[str, str]:
 def _title(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     named = " against ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods"
     settings = runs[0].config.settings
-    subject = settings.get("task") or settings.get("env") or settings.get("env_id")
+    subject = next(filter(None, map(settings.get, runs[0].kind.subject_settings)), None)
     return f"{named} on {subject}" if subject else named
 
 

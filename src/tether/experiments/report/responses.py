@@ -9,7 +9,7 @@ from typing import Any
 
 from tether.experiments.report import tinted
 from tether.experiments.report.panels import bounds
-from tether.experiments.summary import RunData, by_label
+from tether.experiments.run_data import RunData, by_label
 
 SHOWN_RESPONSES = 8
 LEVELS = (0.01, 0.1, 0.5, 1.0, 4.0)
@@ -62,13 +62,13 @@ def samples(runs: Sequence[RunData]) -> list[Sample]:
     chosen: list[tuple[RunData, int, list[Mapping[str, Any]]]] = []
     for group in by_label(runs).values():
         for run in group:
-            steps = run.folder.sample_steps()
-            rows = choose(run.folder.samples(steps[-1])) if steps else []
+            steps = run.folder.sample_steps() if run.folder is not None else []
+            rows = choose(run.folder.samples(steps[-1])) if run.folder is not None and steps else []
             if rows:
                 chosen.append((run, steps[-1], rows))
                 break
     # One scale for all, or a strong tint would mean less in one method than in another.
-    bound = min(bounds(runs, "kl_bound").values(), default=None)
+    bound = min(bounds(runs, runs[0].kind.token_bound_setting).values(), default=None)
     scale = bound if bound is not None else _typical_large_kl([row for *_, rows in chosen for row in rows])
     return [
         Sample(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tether.experiments.report.words import setting_text
 from tether.experiments.run_config import flatten_settings
-from tether.experiments.summary import RunData, by_label
+from tether.experiments.run_data import RunData, by_label
 
 
 def compare_settings(runs: Sequence[RunData]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:

@@ -1,0 +1,100 @@
+"""How training runs of robot motions are judged, plotted and described."""
+
+from __future__ import annotations
+
+from tether.experiments.run_kind import PanelSpec, RunKind, plain_metric_text
+
+_UNITS = {"max_height": "m"}
+
+
+def metric_text(name: str) -> str:
+    """A metric in words, with its unit where it has one.
+
+    >>> metric_text("success_greedy"), metric_text("max_height_greedy")
+    ('greedy success', 'max height of the mean motion (m)')
+    """
+    if name == "success_greedy":
+        return "greedy success"
+    measure = name.removesuffix("_greedy")
+    words = plain_metric_text(measure) + (" of the mean motion" if measure != name else "")
+    return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
+
+
+PANELS = (
+    PanelSpec(
+        "success", "Success", "episodes that succeed",
+        "Share of evaluation episodes that reach the goal.", source="eval", percent=True,
+    ),
+    PanelSpec(
+        "success_greedy", "Success of the mean motion", "episodes that succeed",
+        "Share of evaluation episodes that reach the goal with the mean motion, without exploration.",
+        source="eval", percent=True,
+    ),
+    PanelSpec(
+        "return_mean", "Return in evaluation", "return of an episode",
+        "Mean sum of rewards over evaluation episodes.", source="eval",
+    ),
+    PanelSpec(
+        "return_greedy", "Return of the mean motion", "return of an episode",
+        "Mean sum of rewards when the mean motion is executed, without exploration.", source="eval",
+    ),
+    PanelSpec("success", "Success while training", "episodes that succeed",
+              "Share of training episodes, exploration included, that reach the goal.", percent=True),
+    PanelSpec("return_mean", "Return while training", "return of an episode",
+              "Mean sum of rewards over training episodes, exploration included."),
+    PanelSpec("entropy", "Entropy", "entropy (nats)", "How widely the policy explores."),
+    PanelSpec(
+        "kl_mean_part", "KL of the mean before projection", "KL (nats)",
+        "How far the mean motion has moved from the policy that gathered the data.",
+        log=True, bound="mean_bound",
+    ),
+    PanelSpec(
+        "kl_cov_part", "KL of the covariance before projection", "KL (nats)",
+        "How far the shape of the exploration has moved.", log=True, bound="cov_bound",
+    ),
+    PanelSpec("projected", "Projected policies", "share of contexts",
+              "Share of contexts on which the trust region acted.", percent=True),
+    PanelSpec("jerk", "Smoothness of the motion", "mean squared jerk",
+              "Jerk is the change of acceleration: lower is smoother.", source="eval"),
+    PanelSpec("jerk_greedy", "Smoothness of the mean motion", "root mean square jerk",
+              "Jerk is the change of acceleration (position units per second cubed): lower is smoother.",
+              source="eval"),
+    PanelSpec("smoothness", "Smoothness of the motion", "smoothness",
+              "As the evaluation measures it.", source="eval"),
+)  # fmt: skip
+
+EPISODIC_RUNS = RunKind(
+    "episodic",
+    headlines=("success", "success_greedy", "return_mean", "return_greedy", "reward"),
+    headline_suffixes=("", "_greedy"),
+    metric_text=metric_text,
+    displayed={
+        "success": ("success", "{:.1%}"),
+        "success_greedy": ("greedy", "{:.1%}"),
+        "return_mean": ("return", "{:.3g}"),
+        "max_height_greedy": ("greedy height", "{:.2f} m"),
+        "kl_mean_part": ("KL mean", "{:.2g}"),
+        "kl_cov_part": ("KL cov", "{:.2g}"),
+        "projected": ("projected", "{:.1%}"),
+        "entropy": ("entropy", "{:.3g}"),
+    },
+    x_metric="env_steps",
+    x_label="environment steps",
+    step_word="an iteration",
+    panels=PANELS,
+    time_parts={"sampling_seconds": "sampling", "critic_seconds": "critic", "policy_seconds": "policy"},
+    subject_settings=("env", "env_id"),
+    reading_of_several=(
+        "Each method learns a whole motion by trying variations of it and moving towards the better ones; "
+        "the one whose curve is higher for the same number of environment steps{clear} learned faster."
+    ),
+    reading_of_one=(
+        "A whole motion is learned by trying variations of it and moving towards the better ones; the mean "
+        "motion is what remains without them."
+    ),
+    reading_of_kl=(
+        "KL (in nats) says how far an update moved the mean motion and the shape of the exploration: the "
+        "trust region caps both."
+    ),
+    columns=("env_id", "algo"),
+)
