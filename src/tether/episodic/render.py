@@ -20,7 +20,9 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tether.episodic.adapters import Episode, FloatArray, check_trajectory, make_position_controlled
+from tether.episodic.adapters import check_trajectory
+from tether.episodic.environments import make_position_controlled
+from tether.episodic.episodes import Episode, FloatArray
 from tether.errors import (
     ConfigError,
     InvalidInputError,

@@ -19,8 +19,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tether.episodic.adapters import EnvSpec, check_trajectory
-from tether.episodic.episodes import Episodes, Starts
+from tether.episodic.adapters import check_trajectory
+from tether.episodic.episodes import EnvSpec, Episodes, Starts
 from tether.episodic.workers import InProcess, WorkerPool
 from tether.errors import InvalidInputError
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv, Start, make_position_controlled
-from tether.episodic.episodes import Episodes, concatenate_episodes, stack_episodes
+from tether.episodic.adapters import PositionControlledEnv
+from tether.episodic.environments import make_position_controlled
+from tether.episodic.episodes import Episodes, FloatArray, Start, concatenate_episodes, stack_episodes
 from tether.errors import SimulationError, TetherError
 
 

@@ -12,11 +12,12 @@ import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, solve_inverse_kinematics
 from tether.episodic.envs.rotations import rotation_distance
 from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError
 
 BoxReward = Literal["dense", "sparse", "spatially_sparse"]

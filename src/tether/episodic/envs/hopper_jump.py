@@ -11,9 +11,10 @@ import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 
 _START_HEIGHT = 1.5
 _NOT_LANDED = 5.0

@@ -13,11 +13,12 @@ import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import MocapController
 from tether.episodic.envs.actions import checked_action
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 from tether.episodic.envs.simulation import Camera, raise_on_warnings
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray
 from tether.episodic.envs.rotations import rotation_error
+from tether.episodic.episodes import FloatArray
 
 JOINT_HIGH = np.array([2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973])
 JOINT_LOW = np.array([-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973])

@@ -7,9 +7,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.actions import checked_action
+from tether.episodic.episodes import FloatArray
 
 
 class PointReachEnv(gymnasium.Env[FloatArray, FloatArray]):

@@ -11,8 +11,8 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import FloatArray
 from tether.episodic.envs.actions import checked_action
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError, SimulationError
 
 ASSETS = Path(__file__).parent / "assets"

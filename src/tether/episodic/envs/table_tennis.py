@@ -15,9 +15,10 @@ import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 from tether.errors import SimulationError
 
 JOINT_LOW = np.array([-2.6, -2.0, -2.8, -0.9, -4.8, -1.6, -2.2])
