@@ -267,7 +267,8 @@ def test_the_factorisation_path_equals_the_eigenbasis_path(spread: float) -> Non
         lambda *a: _ProjectFactorByCurve.apply(*a[:2], KullbackLeiblerCurve(), a[2]),
     ):
         new = (old @ random_factor(3, 9, seed=1, spread=spread)).requires_grad_()
-        projected, kl = project(new, old, 5e-4)
+        projected, kl, converged = project(new, old, 5e-4)
+        assert bool(converged.all())
         (projected * weight).sum().backward()
         results.append((projected, kl, new.grad))
     for first, second in zip(*results, strict=True):

@@ -20,7 +20,7 @@ ALGORITHMS = {
 """Name -> where its `Learner` is; one of your own goes by "package.module:Class" wherever a name does."""
 
 
-def find_algorithm(name: str) -> type[Learner[Any, Any]]:
+def find_algorithm(name: str) -> type[Learner]:
     """The learner of an algorithm.
 
     Raises:
@@ -37,7 +37,7 @@ def find_algorithm(name: str) -> type[Learner[Any, Any]]:
     return found
 
 
-def build_learner(config: EpisodicConfig, spec: EnvSpec) -> Learner[Any, Any]:
+def build_learner(config: EpisodicConfig, spec: EnvSpec) -> Learner:
     """An untrained learner of the configured algorithm.
 
     Args:

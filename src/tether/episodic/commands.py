@@ -41,7 +41,7 @@ def train_command(config: TrainConfig) -> RunFolder:
     settings, out = config.settings, config.folder()
     label = config.label or settings.algo
     done = _done(out) if config.resume else 0
-    with TrainingProgress(settings.iterations, f"{label}, seed {config.seed}", done=done) as progress:
+    with TrainingProgress(settings.iterations, f"{label}, seed {settings.seed}", done=done) as progress:
         run = train(
             settings, out, label=label, resume=config.resume, tensorboard=config.tensorboard,
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +87,7 @@ def evaluation_seeds(number: int) -> tuple[int, ...]:
 
 
 def evaluate_learner(
-    learner: Learner[Any, Any], sampler: EpisodeSampler, number: int, *, deterministic: bool = True
+    learner: Learner, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
 ) -> Evaluation:
     """Run what has been learned on the first `number` evaluation episodes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class MotionSamples:
             )
 
 
-def sample_motions(learner: Learner[Any, Any], start: Starts, number: int) -> MotionSamples:
+def sample_motions(learner: Learner, start: Starts, number: int) -> MotionSamples:
     """What a learner would try from one start. Its random numbers are put back.
 
     Args:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,11 +44,14 @@ def look_up(name: str, table: Mapping[str, Any], what: str) -> Any:
 
 
 def import_module(module: str, name: str) -> ModuleType:
-    """The module that `name`, "package.module:name", begins with.
+    """The module that `name`, "package.module:name", begins with; of a script that is running, itself.
 
     Raises:
         ConfigError: it is not installed, or imports something that is not.
     """
+    main = sys.modules["__main__"]
+    if Path(getattr(main, "__file__", None) or "").stem == module:
+        return main  # imported once more, its classes would be others
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -84,9 +84,7 @@ def train(
 
 
 class _Loop:
-    def __init__(
-        self, learner: Learner[Any, Any], sampler: EpisodeSampler, run: RunFolder, report: Report
-    ) -> None:
+    def __init__(self, learner: Learner, sampler: EpisodeSampler, run: RunFolder, report: Report) -> None:
         self.learner = learner
         self.sampler = sampler
         self.run_folder = run
@@ -156,7 +154,7 @@ class _Loop:
         self.run_folder.mark_complete(self.done, keep=self.learner.config.keep_checkpoints)
 
 
-def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> Learner[Any, Any]:
+def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> Learner:
     """The trained learner of a run folder, at its latest or another checkpoint.
 
     Args:

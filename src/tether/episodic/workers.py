@@ -21,6 +21,9 @@ from tether.episodic.environments import make_position_controlled
 from tether.episodic.episodes import Episodes, FloatArray, Start, concatenate_episodes, stack_episodes
 from tether.errors import SimulationError, TetherError
 
+# Workers compute on one thread each: their number is what fills the cores.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
 
 class InProcess:
     """The plain way: one environment, one episode after the other."""
@@ -50,7 +53,7 @@ class WorkerPool:
         self._connections: list[Connection] = []
         context = get_context("spawn")
         try:
-            with _children_on_one_thread(), _children_without_interrupts():
+            with environment_variables(_ONE_THREAD), _children_without_interrupts():
                 for number in range(num_workers):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -149,18 +152,16 @@ class WorkerPool:
 
 
 @contextmanager
-def _children_on_one_thread() -> Iterator[None]:
-    """Processes started meanwhile compute on one thread each: their number is what fills the cores."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started meanwhile, and put back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 

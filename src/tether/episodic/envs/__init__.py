@@ -22,9 +22,9 @@ _TABLE: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "tether/BoxPushingSparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "sparse"}),
     "tether/BoxPushingSpatiallySparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "spatially_sparse"}),
     "tether/TableTennis-v0": ("table_tennis", "TableTennis", 300, {}),
-} | {
-    f"tether/MetaWorld-{task}": ("meta_world", "MetaWorld", 500, {"task": task}) for task in META_WORLD_TASKS
 }
+for _task in META_WORLD_TASKS:
+    _TABLE[f"tether/MetaWorld-{_task}"] = ("meta_world", "MetaWorld", 500, {"task": _task})
 
 BUILT_IN_ADAPTERS: dict[str, str] = {}
 """Environment id -> where the class is that runs trajectories in it, "package.module:Class"."""

@@ -58,8 +58,8 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.simulation.seeded_rand_vec = True
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (39,), dtype=np.float64)
-        self._pictures = Camera(self.simulation.model, render_mode, width, height, camera)
-        self._camera = camera
+        self._camera = Camera(self.simulation.model, render_mode, width, height, camera)
+        self._mounted_upside_down = camera.startswith("corner")
         self._steps = 0
 
     def reset(
@@ -97,12 +97,12 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
 
     def render(self) -> NDArray[np.uint8]:
         """A picture [height, width, 3], with the table downside down."""
-        picture = self._pictures.shoot(self.simulation.data)
-        return picture[::-1, ::-1] if self._camera.startswith("corner") else picture  # mounted upside down
+        picture = self._camera.picture(self.simulation.data)
+        return picture[::-1, ::-1] if self._mounted_upside_down else picture
 
     def close(self) -> None:
         """Release simulator and picture buffers."""
-        self._pictures.close()
+        self._camera.close()
         self.simulation.close()
 
 
