@@ -2,8 +2,8 @@
 
 Several critics learn the return of a motion from its weights and the task's context, on every episode tried
 so far. The policy maximises the lowest of slowly following copies of them ("targets"), inside a trust region
-around a slowly following copy of itself. All it takes is a `Learner`; checkpoints, exact resuming, evaluation,
-comparison and reports come with it.
+around a slowly following copy of itself. All it takes is a `Learner`; checkpoints, exact resuming,
+evaluation, comparison and reports come with it.
 
     python examples/own_algorithm.py        # trains for some seconds, prints the return
     PYTHONPATH=examples tether episodic train --preset own_algorithm:via_point --critics 3 --no-film

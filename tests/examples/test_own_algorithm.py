@@ -140,3 +140,20 @@ def test_evaluating_draws_nothing_from_the_learner(tmp_path: Path) -> None:
         before = learner.generator.get_state()
         learner.act(sampler.reset(3), explore=False)
     assert torch.equal(before, learner.generator.get_state())
+
+
+def test_the_smallest_algorithm_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/own_algorithm.md shows: the point reaches half of the way that it stood away from the goals."""
+    page = (REPOSITORY / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
+    (tmp_path / "elites.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    from elites import ElitesConfig
+
+    motion = small().motion
+    config = ElitesConfig(
+        "own_environment:ViaPoint-v0", iterations=12, episodes=30, num_workers=0, motion=motion
+    )
+    train(config, tmp_path / "run")
+    returns = [row["return_greedy"] for row in RunFolder.open(tmp_path / "run").evals()]
+    assert returns[0] < -1.0
+    assert returns[-1] > 0.5 * returns[0]

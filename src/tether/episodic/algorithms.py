@@ -13,10 +13,7 @@ from tether.episodic.learner import Learner
 from tether.episodic.names import look_up
 from tether.errors import ConfigError, did_you_mean
 
-ALGORITHMS = {
-    "tce": "tether.episodic.tce:TCE",
-    "bbrl": "tether.episodic.bbrl:BBRL",
-}
+ALGORITHMS = {"tce": "tether.episodic.tce:TCE", "bbrl": "tether.episodic.bbrl:BBRL"}
 """Name -> where its `Learner` is; one of your own goes by "package.module:Class" wherever a name does."""
 
 

@@ -1,4 +1,4 @@
-"""BBRL: the episode as a black box, the baseline TCE opens."""
+"""BBRL: credit for whole episodes, the baseline of TCE."""
 
 from __future__ import annotations
 

@@ -156,11 +156,8 @@ def stack_episodes(episodes: Sequence[Episode]) -> Episodes:
 
 def concatenate_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Batches as one, in order."""
+    arrays = ("observations", "rewards", "success", "positions", "lengths")
     return Episodes(
-        observations=np.concatenate([part.observations for part in parts]),
-        rewards=np.concatenate([part.rewards for part in parts]),
-        success=np.concatenate([part.success for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         extras={name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
     )

@@ -55,13 +55,11 @@ class OnPolicyLearner(Learner[OnPolicyConfig, SampledMotions]):
             config.critic, self._critic_input_size(), generator=self.generator, dtype=self.dtype
         )
         self.policy_optimizer: torch.optim.Optimizer = torch.optim.Adam(
-            self.policy.parameters(),
-            lr=config.update.learning_rate,
-            weight_decay=config.update.weight_decay,
+            self.policy.parameters(), config.update.learning_rate, weight_decay=config.update.weight_decay
         )
         self.critic_optimizer = torch.optim.Adam(
             self.critic.network.parameters(),
-            lr=config.critic.learning_rate,
+            config.critic.learning_rate,
             weight_decay=config.critic.weight_decay,
         )
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Films motions without a screen: the untrained policy beside the trained one, as mp4 or gif.
 
-Pictures are made in a process of their own. MuJoCo chooses its OpenGL when it is first imported, long before
-anybody thinks of pictures, and a driver that crashes must not take a training run with it.
+Pictures are made in a process of their own: MuJoCo chooses its OpenGL when it is first imported, long before
+pictures are wanted, and a graphics driver that crashes must not end a training run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ from tether.episodic.adapters import check_trajectory
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.episodes import Episode, FloatArray
 from tether.episodic.workers import environment_variables
-from tether.errors import (
-    ConfigError,
-    InvalidInputError,
-    MissingDependencyError,
-    SimulationError,
-    TetherError,
-)
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SimulationError, TetherError
 
 Picture = NDArray[np.uint8]
 
@@ -150,16 +144,16 @@ def _run_with_some_opengl(env_id: str, *arguments: Any) -> None:
 def _run_in_child(opengl: str | None, env_id: str, *arguments: Any) -> None:
     """Write the film in a process that reaches OpenGL in the given way; raise what it raised."""
     context = get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    parent_end, child_end = context.Pipe(duplex=False)
     process = context.Process(
-        target=_serve, args=(theirs, env_id, *arguments), name="tether-film", daemon=True
+        target=_serve, args=(child_end, env_id, *arguments), name="tether-film", daemon=True
     )
     with environment_variables({"MUJOCO_GL": opengl} if opengl else {}):
         process.start()
-    theirs.close()
-    with ours:
+    child_end.close()
+    with parent_end:
         try:
-            error = ours.recv()
+            error = parent_end.recv()
         except EOFError:
             process.join()
             error = SimulationError(

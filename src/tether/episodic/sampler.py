@@ -13,7 +13,6 @@ results do not depend on how many workers there are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -51,11 +50,7 @@ class EpisodeSampler:
     spec: EnvSpec
 
     def __init__(
-        self,
-        env_id: str,
-        num_workers: int = 0,
-        seed: int = 0,
-        env_options: Mapping[str, Any] | None = None,
+        self, env_id: str, num_workers: int = 0, seed: int = 0, env_options: Mapping[str, Any] | None = None
     ) -> None:
         if num_workers < 0:
             raise InvalidInputError(f"num_workers is 0 (this process) or more; got {num_workers}.")
@@ -148,9 +143,7 @@ class EpisodeSampler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _episode_seed(self, number: int) -> int:

@@ -59,10 +59,11 @@ class TCE(OnPolicyLearner):
             values = self.critic(states)
         targets = gae_returns(rewards, values, gamma=config.gamma, gae_lambda=config.gae_lambda)
         points = self._draw_points()
-        advantages = segment_advantages(
-            rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
+        advantages = normalised(
+            segment_advantages(
+                rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
+            )
         )
-        advantages = normalised(advantages)
         self._set_learning_rates(progress)
         chosen = self._draw_states()
         critic_loss = self.critic.fit(
@@ -94,7 +95,7 @@ class TCE(OnPolicyLearner):
         return slice(first, None, stride)
 
     def _draw_points(self) -> torch.Tensor:
-        """Where this iteration cuts its motions: the offset changes, so that no step is never an end."""
+        """Where this iteration cuts its motions; the offset is drawn, so that every step is an end at times."""
         horizon, number = self.spec.horizon, self.config.update.segment_points
         spacing = max(horizon // number, 1)
         offset = int(torch.randint(spacing, (), generator=self.generator))

@@ -26,7 +26,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class InProcess:
-    """The plain way: one environment, one episode after the other."""
+    """Runs episodes in this process, one after the other."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         self._env = make_position_controlled(env_id, **options)
@@ -55,17 +55,17 @@ class WorkerPool:
         try:
             with environment_variables(_ONE_THREAD), _children_without_interrupts():
                 for number in range(num_workers):
-                    ours, theirs = context.Pipe()
+                    parent_end, child_end = context.Pipe()
                     process = context.Process(
                         target=_serve,
-                        args=(theirs, env_id, options),
+                        args=(child_end, env_id, options),
                         name=f"tether-sampler-{number}",
                         daemon=True,
                     )
                     process.start()
-                    theirs.close()
+                    child_end.close()
                     self._processes.append(process)
-                    self._connections.append(ours)
+                    self._connections.append(parent_end)
             self._answers(range(num_workers))
         except BaseException:
             self.close()
@@ -85,9 +85,9 @@ class WorkerPool:
     def close(self) -> None:
         for link in self._connections:
             link.close()  # a waiting worker reads the end of its pipe and leaves
-        patience = time.monotonic() + 1.0
+        deadline = time.monotonic() + 1.0
         for process in self._processes:
-            process.join(timeout=max(0.0, patience - time.monotonic()))
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             if process.is_alive():  # in the middle of an episode
                 process.kill()
@@ -111,7 +111,7 @@ class WorkerPool:
         return self._answers(list(requests))
 
     def _answers(self, workers: Sequence[int]) -> list[Any]:
-        """One answer of each worker, in order; whoever dies meanwhile is noticed at once."""
+        """The answer of each worker, in order; a worker that dies is reported at once."""
         answers: dict[int, Any] = {}
         failures: list[TetherError] = []
         waiting = {self._connections[worker]: worker for worker in workers}
@@ -135,7 +135,7 @@ class WorkerPool:
         return [answers[worker] for worker in workers]
 
     def _fail(self, worker: int, cause: BaseException | None) -> None:
-        """A worker is gone: close the rest and say how it ended."""
+        """Close the pool and raise how the worker that is gone ended."""
         process = self._processes[worker]
         process.join(timeout=5.0)
         code = process.exitcode
@@ -167,7 +167,7 @@ def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _children_without_interrupts() -> Iterator[None]:
-    """Processes started meanwhile do not die noisily of Ctrl-C while they import; `_serve` takes over."""
+    """Let processes started meanwhile ignore Ctrl-C while they import; `_serve` takes over."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change handlers
         return
@@ -179,7 +179,7 @@ def _children_without_interrupts() -> Iterator[None]:
 
 
 def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
-    """A worker's life: answer requests until the pipe closes."""
+    """What a worker process does: answer requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
     try:
         with make_position_controlled(env_id, **options) as env:
