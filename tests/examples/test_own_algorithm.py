@@ -143,7 +143,7 @@ def test_evaluating_draws_nothing_from_the_learner(tmp_path: Path) -> None:
 
 
 def test_the_smallest_algorithm_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/own_algorithm.md shows: the point reaches half of the way that it stood away from the goals."""
+    """What docs/own_algorithm.md shows: the point ends twice as near to its goals, or nearer."""
     page = (REPOSITORY / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
     (tmp_path / "elites.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

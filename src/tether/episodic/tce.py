@@ -95,7 +95,7 @@ class TCE(OnPolicyLearner):
         return slice(first, None, stride)
 
     def _draw_points(self) -> torch.Tensor:
-        """Where this iteration cuts its motions; the offset is drawn, so that every step is an end at times."""
+        """Where this iteration cuts its motions; the offset is drawn, so that every step is one at times."""
         horizon, number = self.spec.horizon, self.config.update.segment_points
         spacing = max(horizon // number, 1)
         offset = int(torch.randint(spacing, (), generator=self.generator))

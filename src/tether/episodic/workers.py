@@ -54,14 +54,9 @@ class WorkerPool:
         context = get_context("spawn")
         try:
             with environment_variables(_ONE_THREAD), _children_without_interrupts():
-                for number in range(num_workers):
+                for _ in range(num_workers):
                     parent_end, child_end = context.Pipe()
-                    process = context.Process(
-                        target=_serve,
-                        args=(child_end, env_id, options),
-                        name=f"tether-sampler-{number}",
-                        daemon=True,
-                    )
+                    process = context.Process(target=_serve, args=(child_end, env_id, options), daemon=True)
                     process.start()
                     child_end.close()
                     self._processes.append(process)

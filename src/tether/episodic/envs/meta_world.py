@@ -82,18 +82,10 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self._steps += 1
         raise_on_warnings(self.simulation.data, f"Meta-World {self.task}", self._steps)
         success = bool(info["success"])
-        report = {
-            "success": success,
-            "success_at_end": success,
-            "object_to_target": float(info["obj_to_target"]),
-        }
-        return (
-            np.asarray(observation, dtype=np.float64),
-            float(reward),
-            False,
-            self._steps >= self.horizon,
-            report,
-        )
+        distance = float(info["obj_to_target"])
+        report = {"success": success, "success_at_end": success, "object_to_target": distance}
+        state = np.asarray(observation, dtype=np.float64)
+        return state, float(reward), False, self._steps >= self.horizon, report
 
     def render(self) -> NDArray[np.uint8]:
         """A picture [height, width, 3], with the table downside down."""

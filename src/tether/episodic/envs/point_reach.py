@@ -47,13 +47,8 @@ class PointReachEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.velocity = self.velocity + self.dt * force
         self.position = self.position + self.dt * self.velocity
         distance = float(np.linalg.norm(self.position - self._goal))
-        return (
-            self._observation(),
-            -distance,
-            False,
-            False,
-            {"success": distance < 0.05, "distance": distance},
-        )
+        report = {"success": distance < 0.05, "distance": distance}
+        return self._observation(), -distance, False, False, report
 
     def _observation(self) -> FloatArray:
         return np.concatenate([self._goal, self.position, self.velocity])
