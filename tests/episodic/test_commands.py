@@ -349,6 +349,18 @@ def test_an_environment_without_pictures_cannot_be_rendered(
     assert "has no pictures" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("package", ["tyro", "gymnasium"])
+def test_without_the_extra_the_command_names_it(package: str) -> None:
+    """As an installation of something else leaves it; an import of None fails as one of nothing."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; import tether.cli as c; c.main(['episodic', 'train'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "episodic", "train"], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "pip install 'tether-rl[episodic]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 # Crashes.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts import REPOSITORY
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
@@ -26,6 +28,8 @@ from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunFolder
+from tether.experiments.files import dump_json, load_json
+from tether.experiments.run_config import flatten_settings
 
 TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
 
@@ -236,3 +240,22 @@ def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Unknown environment 'tether/Nowhere-v0'\..* Known: "):
         train(tiny(env_id="tether/Nowhere-v0"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+RECORDED = sorted((REPOSITORY / "benchmarks" / "results").rglob("episodic/**/config.json"))
+
+
+def test_configurations_of_recorded_runs_are_still_read() -> None:
+    """They were written by earlier versions; no setting of theirs is unknown, lost or changed."""
+    assert RECORDED
+    for file in RECORDED:
+        recorded = flatten_settings(json.loads(file.read_text(encoding="utf-8"))["settings"])
+        read = flatten_settings(load_json(dump_json(load_config(file.parent).as_dict())))
+        assert [n for n in recorded if recorded[n] != read.get(n)] == ["headline", "torch_threads"], file
+
+
+def test_checkpoints_keep_the_form_that_earlier_versions_wrote(uninterrupted: Path) -> None:
+    state = final_state(uninterrupted)
+    assert state.keys() == {"agent", "sampler", "env_steps"}
+    networks = {"policy", "critic", "policy_optimizer", "critic_optimizer"}
+    assert state["agent"].keys() == {"env_id", "algo", "generator", *networks}

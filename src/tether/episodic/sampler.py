@@ -82,7 +82,9 @@ class EpisodeSampler:
         if num_episodes is not None:
             if num_episodes < 1:
                 raise InvalidInputError(f"num_episodes is at least 1; got {num_episodes}.")
-            chosen = tuple(self._episode_seed(self._drawn + i) for i in range(num_episodes))
+            numbers = range(self._drawn, self._drawn + num_episodes)
+            streams = [np.random.SeedSequence(self._seed, spawn_key=(number,)) for number in numbers]
+            chosen = tuple(int(stream.generate_state(1)[0]) for stream in streams)
         else:
             assert seeds is not None
             chosen = tuple(int(seed) for seed in seeds)
@@ -145,6 +147,3 @@ class EpisodeSampler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _episode_seed(self, number: int) -> int:
-        return int(np.random.SeedSequence(self._seed, spawn_key=(number,)).generate_state(1)[0])

@@ -13,7 +13,7 @@ import torch
 
 from tether.episodic.algorithms import build_learner, config_from_dict
 from tether.episodic.config import EpisodicConfig
-from tether.episodic.episodes import EnvSpec, Episodes
+from tether.episodic.episodes import EnvSpec
 from tether.episodic.evaluate import evaluate_learner, mean_of_known
 from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
@@ -132,7 +132,9 @@ class _Loop:
         metrics = self.learner.update(progress=self.done / config.iterations)
         return {
             "env_steps": self.env_steps,
-            **_describe(episodes),
+            "return_mean": float(episodes.returns.mean()),
+            "success": float(episodes.success.mean()),
+            **{name: mean_of_known(values) for name, values in episodes.extras.items()},
             **metrics,
             "sampling_seconds": sampling_seconds,
         }
@@ -193,11 +195,6 @@ def load_config(run_path: str | Path) -> EpisodicConfig:
     own = {"headline", "torch_threads"}
     settings = {name: value for name, value in config.settings.items() if name not in own}
     return config_from_dict(settings | {"seed": config.seed})
-
-
-def _describe(episodes: Episodes) -> dict[str, float]:
-    numbers = {"return_mean": float(episodes.returns.mean()), "success": float(episodes.success.mean())}
-    return numbers | {name: mean_of_known(values) for name, values in episodes.extras.items()}
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:

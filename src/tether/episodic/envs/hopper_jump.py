@@ -110,7 +110,8 @@ class HopperJumpEnv(MujocoTaskEnv):
         """The first floor contact after the foot has touched the floor and left it again."""
         if self._landed:
             return
-        contact = self._foot_on_floor()
+        pairs = self.data.contact.geom
+        contact = any({int(first), int(second)} == self._foot_and_floor for first, second in pairs)
         if not self._touched:
             self._touched = contact
         elif not self._jumped:
@@ -118,10 +119,6 @@ class HopperJumpEnv(MujocoTaskEnv):
         elif contact:
             self._landed = True
             self._landing_distance = distance
-
-    def _foot_on_floor(self) -> bool:
-        pairs = self.data.contact.geom
-        return any({int(first), int(second)} == self._foot_and_floor for first, second in pairs)
 
     def _observation(self) -> FloatArray:
         foot_to_mark = self.data.site_xpos[self._foot_site] - self._goal
