@@ -194,32 +194,43 @@ def _table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     )
 
 
-# One task and budget a row: name and settings for TCE, name for BBRL and what it changes.
-_ROWS = (
-    ("metaworld-paper", _metaworld, "metaworld-bbrl", _metaworld_bbrl),
-    ("metaworld-quick", _metaworld_quick, "metaworld-bbrl-quick", _metaworld_bbrl),
-    ("box-pushing-dense-paper", _box_dense, "box-pushing-dense-bbrl", _box_bbrl),
-    ("box-pushing-dense-quick", _box_dense_quick, "box-pushing-dense-bbrl-quick", _box_bbrl),
-    ("box-pushing-sparse-paper", _box_sparse, "box-pushing-sparse-bbrl", _box_bbrl),
-    ("hopper-jump-paper", _hopper, "hopper-jump-bbrl", _hopper_bbrl),
-    ("hopper-jump-quick", _hopper_quick, "hopper-jump-bbrl-quick", _hopper_bbrl),
-    ("hopper-jump-sparse-paper", _hopper_sparse, "hopper-jump-sparse-bbrl", _hopper_bbrl),
-    ("hopper-jump-sparse-long", _hopper_sparse_long, "hopper-jump-sparse-bbrl-long", _hopper_bbrl),
-    ("table-tennis-paper", _table_tennis, "table-tennis-bbrl", _table_tennis_bbrl),
-    ("table-tennis-quick", _table_tennis_quick, "table-tennis-bbrl-quick", _table_tennis_bbrl),
-)
-
-PRESETS: dict[str, Callable[..., EpisodicConfig]] = {}
+PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
+    "metaworld-paper": _metaworld,
+    "metaworld-quick": _metaworld_quick,
+    "box-pushing-dense-paper": _box_dense,
+    "box-pushing-dense-quick": _box_dense_quick,
+    "box-pushing-sparse-paper": _box_sparse,
+    "hopper-jump-paper": _hopper,
+    "hopper-jump-quick": _hopper_quick,
+    "hopper-jump-sparse-paper": _hopper_sparse,
+    "hopper-jump-sparse-long": _hopper_sparse_long,
+    "table-tennis-paper": _table_tennis,
+    "table-tennis-quick": _table_tennis_quick,
+}
 """Name -> configuration: "paper" are the published settings of TCE and "bbrl" those of the baseline;
 "quick" ones fit into minutes on two cores, "long" is the longest affordable there."""
 
-VARIANTS: list[dict[str, str]] = []
-"""One task and budget each: algorithm -> the preset with its settings."""
+VARIANT_OF: dict[str, str] = {}
+"""Preset for another algorithm -> the preset of the same task and budget that it changes."""
 
-for _tce, _build, _bbrl, _change in _ROWS:
-    PRESETS[_tce] = _build
-    PRESETS[_bbrl] = lambda *task, build=_build, change=_change: change(build(*task))
-    VARIANTS.append({"tce": _tce, "bbrl": _bbrl})
+
+def add_variant(name: str, of: str, change: Callable[..., EpisodicConfig]) -> None:
+    """Make a preset known that changes another one for another algorithm."""
+    PRESETS[name] = lambda *task: change(PRESETS[of](*task))
+    VARIANT_OF[name] = of
+
+
+add_variant("metaworld-bbrl", "metaworld-paper", _metaworld_bbrl)
+add_variant("metaworld-bbrl-quick", "metaworld-quick", _metaworld_bbrl)
+add_variant("box-pushing-dense-bbrl", "box-pushing-dense-paper", _box_bbrl)
+add_variant("box-pushing-dense-bbrl-quick", "box-pushing-dense-quick", _box_bbrl)
+add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", _box_bbrl)
+add_variant("hopper-jump-bbrl", "hopper-jump-paper", _hopper_bbrl)
+add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", _hopper_bbrl)
+add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", _hopper_bbrl)
+add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", _hopper_bbrl)
+add_variant("table-tennis-bbrl", "table-tennis-paper", _table_tennis_bbrl)
+add_variant("table-tennis-bbrl-quick", "table-tennis-quick", _table_tennis_bbrl)
 
 
 def preset(name: str) -> EpisodicConfig:
@@ -256,8 +267,9 @@ def preset_for(name: str, algo: str) -> str | None:
     ('hopper-jump-bbrl-quick', 'metaworld-paper:reach-v3')
     """
     base, colon, task = name.partition(":")
-    row = next((row for row in VARIANTS if base in row.values()), {})
-    return f"{row[algo]}{colon}{task}" if algo in row else None
+    first = VARIANT_OF.get(base, base)
+    family = [first, *(name for name, of in VARIANT_OF.items() if of == first)] if first in PRESETS else []
+    return next((f"{name}{colon}{task}" for name in family if PRESETS[name]().algo == algo), None)
 
 
 def choose(
