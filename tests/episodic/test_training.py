@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import REPOSITORY
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
@@ -242,7 +241,7 @@ def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-RECORDED = sorted((REPOSITORY / "benchmarks" / "results").rglob("episodic/**/config.json"))
+RECORDED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").rglob("episodic/**/config.json"))
 
 
 def test_configurations_of_recorded_runs_are_still_read() -> None:
