@@ -32,7 +32,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tether.episodic.adapters import make_position_controlled
+from tether.episodic.environments import make_position_controlled
 from tether.episodic.sampler import EpisodeSampler
 
 RESULTS = Path(__file__).parent / "results" / "sampler" / "sampler.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import select
 import signal
@@ -163,40 +164,39 @@ def _llm_compare(arguments: list[str]) -> None:
     print(f"\nReport: {page.resolve().as_uri()}")
 
 
+def _episodic(module: str) -> Any:
+    """A module of `tether.episodic`, or an error that names the extra it needs."""
+    try:
+        return importlib.import_module(f"tether.episodic.{module}")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"{error.name} is not installed. Robots need: pip install 'tether-rl[episodic]'."
+        ) from error
+
+
 def _episodic_train(arguments: list[str]) -> None:
-    from tether.episodic.options import TrainConfig, defaults_for
-
-    arguments = _with_settings_file(arguments, TrainConfig)
-    config = _parse(TrainConfig, "tether episodic train", arguments, default=defaults_for(arguments))
-    from tether.episodic.commands import train_command
-
-    run = train_command(config)
+    options, arguments = _episodic("options"), _with_settings_file(arguments, None)
+    defaults = options.defaults_for(arguments)
+    config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
+    run = _episodic("commands").train_command(config)
     print(f"The run is in {run.path}, its pictures in {run.path / 'figures'}.")
     print(f"See it with: tether report {run.path}")
 
 
 def _episodic_eval(arguments: list[str]) -> None:
-    from tether.episodic.commands import eval_command, print_evaluation
-    from tether.episodic.options import EvalConfig
-
-    config = _parse(EvalConfig, "tether episodic eval", _run_first(arguments))
-    print_evaluation(eval_command(config))
+    commands = _episodic("commands")
+    config = _parse(_episodic("options").EvalConfig, "tether episodic eval", _run_first(arguments))
+    commands.print_evaluation(commands.eval_command(config))
 
 
 def _episodic_render(arguments: list[str]) -> None:
-    from tether.episodic.commands import film_run
-    from tether.episodic.options import RenderConfig
-
-    config = _parse(RenderConfig, "tether episodic render", _run_first(arguments))
-    print(f"Film: {film_run(config).resolve().as_uri()}")
+    config = _parse(_episodic("options").RenderConfig, "tether episodic render", _run_first(arguments))
+    print(f"Film: {_episodic('commands').film_run(config).resolve().as_uri()}")
 
 
 def _episodic_compare(arguments: list[str]) -> None:
-    from tether.episodic.commands import compare_command
-    from tether.episodic.options import CompareConfig
-
-    config = _parse(CompareConfig, "tether episodic compare", arguments)
-    _report_on(compare_command(config), config.output / "report")
+    config = _parse(_episodic("options").CompareConfig, "tether episodic compare", arguments)
+    _report_on(_episodic("commands").compare_command(config), config.output / "report")
 
 
 def _run_first(arguments: list[str]) -> list[str]:
@@ -272,8 +272,11 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: Co
     return tyro.cli(config, prog=program, args=arguments, default=default)
 
 
-def _with_settings_file(arguments: list[str], config: type[Any]) -> list[str]:
-    """The options of --config files, then those typed."""
+def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[str]:
+    """The options of --config files, then those typed.
+
+    The names in a file are checked against `config`, or by the parser where options depend on each other.
+    """
     from tether.experiments.settings_file import options_from_file
 
     from_file: list[str] = []

@@ -10,7 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv, register_adapter
+from tether.episodic.adapters import PositionControlledEnv, register_adapter
+from tether.episodic.episodes import FloatArray
 
 HORIZON = 5
 TROUBLE_STEP = 3

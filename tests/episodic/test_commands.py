@@ -19,6 +19,7 @@ import scipy.stats
 from tether.cli import main
 from tether.episodic import commands
 from tether.episodic.commands import film_run, summarise_evaluation
+from tether.episodic.config import OnPolicyConfig
 from tether.episodic.evaluate import Evaluation
 from tether.episodic.options import (
     CompareConfig,
@@ -27,10 +28,9 @@ from tether.episodic.options import (
     TrainConfig,
     comparison_runs,
     defaults_for,
-    preset_for,
     train_config,
 )
-from tether.episodic.presets import PRESETS, preset
+from tether.episodic.presets import PRESETS, preset, preset_for
 from tether.episodic.train import load_config
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
 from tether.experiments import RunFolder
@@ -72,15 +72,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_typed_alone_is_the_preset(name: str) -> None:
-    assert train_config(name).episodic_config() == preset(name)
+    assert train_config(name).settings == preset(name)
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_has_a_variant_for_the_other_algorithm_on_the_same_environment(
-    name: str, algo: Any
+    name: str, algo: str
 ) -> None:
-    variant = preset(preset_for(name, algo))
+    variant_name = preset_for(name, algo)
+    assert variant_name is not None
+    variant = preset(variant_name)
     assert (variant.algo, variant.env_id) == (algo, preset(name).env_id)
 
 
@@ -101,21 +103,28 @@ def test_typed_options_override_the_preset(monkeypatch: pytest.MonkeyPatch, tmp_
     words = ("--preset", "hopper-jump-quick", "--seed", "7", "--trust-region.mean-bound", "0.25")
     assert tether("episodic", "train", *words) == 1
     expected = preset("hopper-jump-quick")
+    assert isinstance(expected, OnPolicyConfig)
     expected = replace(expected, seed=7, trust_region=replace(expected.trust_region, mean_bound=0.25))
-    assert seen[0].episodic_config() == expected
+    assert seen[0].settings == expected
     # A file's preset and options, then one typed besides it.
     file = tmp_path / "settings.yaml"
     file.write_text("preset: hopper-jump-paper\niterations: 5\nepisodes: 3\n")
     assert tether("episodic", "train", "--config", str(file), "--episodes", "2") == 1
-    assert seen[1].episodic_config() == replace(preset("hopper-jump-paper"), iterations=5, episodes=2)
+    assert seen[1].settings == replace(preset("hopper-jump-paper"), iterations=5, episodes=2)
 
 
 def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also where the preset itself has keywords for the environment."""
     config = CompareConfig(tmp_path, preset="metaworld-quick:reach-v3", seeds=(0, 4), iterations=9)
     runs = comparison_runs(config)
-    assert [(run.algo, run.seed) for run in runs] == [("tce", 0), ("tce", 4), ("bbrl", 0), ("bbrl", 4)]
+    assert [(run.settings.algo, run.settings.seed) for run in runs] == [
+        ("tce", 0),
+        ("tce", 4),
+        ("bbrl", 0),
+        ("bbrl", 4),
+    ]
     seen: list[TrainConfig] = []
 
     def note(config: TrainConfig) -> RunFolder:
@@ -123,16 +132,20 @@ def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
         raise ConfigError("enough")
 
     monkeypatch.setattr(commands, "train_command", note)
+    with_keywords = CompareConfig(tmp_path, preset="hopper-jump-sparse-long", seeds=(1,))
+    runs += comparison_runs(with_keywords)
     for one in runs:
         assert tether("episodic", "train", *commands._job(one).command[5:]) == 1
     assert seen == runs
+    assert seen[-1].settings.env_options == {"show_memory": True}
 
 
 def test_runs_do_not_share_a_default_folder() -> None:
     folders = {
-        replace(train_config(name, algo=algo), seed=seed).folder()
+        replace(options, settings=replace(options.settings, seed=seed)).folder()
         for name in ("hopper-jump-quick", "metaworld-quick:reach-v3")
         for algo in ("tce", "bbrl")
+        for options in [train_config(name, algo=algo)]
         for seed in (0, 1)
     }
     assert len(folders) == 8
@@ -180,7 +193,9 @@ def test_training_leaves_numbers_a_checkpoint_and_the_exploration_picture(run: P
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4]
     assert [row["step"] for row in folder.evals()] == [0, 2, 4]
     assert [path.name for path in folder.figures()] == ["exploration.png"]
-    assert load_config(run).policy.hidden_sizes == (8,)
+    config = load_config(run)
+    assert isinstance(config, OnPolicyConfig)
+    assert config.policy.hidden_sizes == (8,)
 
 
 def test_a_run_without_a_film_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -332,6 +347,18 @@ def test_an_environment_without_pictures_cannot_be_rendered(
 ) -> None:
     assert tether("episodic", "render", str(run)) == 1
     assert "has no pictures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["tyro", "gymnasium"])
+def test_without_the_extra_the_command_names_it(package: str) -> None:
+    """As an installation of something else leaves it; an import of None fails as one of nothing."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; import tether.cli as c; c.main(['episodic', 'train'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "episodic", "train"], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "pip install 'tether-rl[episodic]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # Crashes.

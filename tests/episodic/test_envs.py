@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from tether.episodic.adapters import known_env_ids, make_position_controlled
+from tether.episodic.environments import known_env_ids, make_position_controlled
 from tether.episodic.envs.hopper_jump import HopperJumpEnv
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 from tether.episodic.envs.rotations import rotation_distance, rotation_error

@@ -6,7 +6,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tether.episodic.adapters import PositionControlledEnv, make_position_controlled, register_adapter
+from tether.episodic.adapters import PositionControlledEnv, register_adapter
+from tether.episodic.environments import make_position_controlled
 from tether.episodic.envs.point_reach import PointReachAdapter
 from tether.errors import ConfigError, SimulationError
 
@@ -81,8 +82,10 @@ def test_the_table_tennis_arm_follows_a_slow_trajectory() -> None:
 
 
 def test_an_id_cannot_be_given_to_two_adapters() -> None:
-    register_adapter("tether/PointReach-v0", "tether.episodic.envs.point_reach:PointReachAdapter")
+    register_adapter("test/twice-v0", "tether.episodic.envs.point_reach:PointReachAdapter")
     with pytest.raises(ConfigError, match="registered already"):
+        register_adapter("test/twice-v0", PointReachAdapter)
+    with pytest.raises(ConfigError, match="Tether's own"):
         register_adapter("tether/PointReach-v0", PointReachAdapter)
 
 

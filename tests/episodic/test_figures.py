@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tether.episodic.config import EpisodicConfig
+from tether.episodic.algorithms import build_learner
+from tether.episodic.config import OnPolicyConfig
 from tether.episodic.figures import (
     SHOWN_JOINTS,
     MotionSamples,
@@ -19,7 +20,6 @@ from tether.episodic.figures import (
 )
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import build_agent
 from tether.errors import InvalidInputError
 
 
@@ -72,18 +72,18 @@ def test_a_picture_is_a_png_that_holds_more_than_its_ground(tmp_path: Path) -> N
     assert [file.name for file in path.parent.iterdir()] == ["exploration.png"]
 
 
-def test_sampled_motions_scatter_around_the_mean_and_leave_the_agents_random_numbers_alone() -> None:
-    config = EpisodicConfig("tether/PointReach-v0", motion=ProDMPConfig(2, 0.5), precision="float64")
+def test_sampled_motions_scatter_around_the_mean_and_leave_the_learners_random_numbers_alone() -> None:
+    config = OnPolicyConfig("tether/PointReach-v0", motion=ProDMPConfig(2, 0.5), precision="float64")
     with EpisodeSampler(config.env_id) as sampler:
         start = sampler.reset(seeds=(5,))
-        agent = build_agent(config, sampler.spec)
-    state = agent.generator.get_state()
-    drawn = sample_motions(agent, start, 4000)
-    assert torch.equal(state, agent.generator.get_state())
-    assert drawn.times[-1] == pytest.approx(agent.spec.duration)
+        learner = build_learner(config, sampler.spec)
+    state = learner.generator.get_state()
+    drawn = sample_motions(learner, start, 4000)
+    assert torch.equal(state, learner.generator.get_state())
+    assert drawn.times[-1] == pytest.approx(learner.spec.duration)
     # A motion is linear in its weights, so the mean of motions is that of the mean; 5 standard errors.
     error = drawn.sampled.std(axis=0) / np.sqrt(4000)
     assert (np.abs(drawn.sampled.mean(axis=0) - drawn.mean) <= 5 * error + 1e-12).all()
     assert drawn.sampled[:, -1].std() > 0.1
     with pytest.raises(InvalidInputError, match="at least 1"):
-        sample_motions(agent, start, 0)
+        sample_motions(learner, start, 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tether.episodic.adapters import make_position_controlled
+from tether.episodic.environments import make_position_controlled
 from tether.episodic.render import Film, opengl_candidates, render_motions
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,22 +17,24 @@ import numpy as np
 import pytest
 import torch
 
-from tether.episodic.config import EpisodicConfig, TrustRegionConfig, UpdateConfig
+from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
-from tether.episodic.evaluate import evaluate_agent
+from tether.episodic.evaluate import evaluate_learner
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import load_agent, load_config, train
+from tether.episodic.train import load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunFolder
+from tether.experiments.files import dump_json, load_json
+from tether.experiments.run_config import flatten_settings
 
 TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
 
 
-def tiny(**changes: Any) -> EpisodicConfig:
-    config = EpisodicConfig(
+def tiny(**changes: Any) -> OnPolicyConfig:
+    config = OnPolicyConfig(
         env_id="tether/PointReach-v0",
         seed=3,
         iterations=6,
@@ -177,11 +180,11 @@ def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path) -> None:
         train(tiny(), uninterrupted)
 
 
-def test_a_trained_agent_is_loaded_and_evaluates_as_recorded(uninterrupted: Path) -> None:
+def test_a_trained_learner_is_loaded_and_evaluates_as_recorded(uninterrupted: Path) -> None:
     with EpisodeSampler("tether/PointReach-v0") as sampler:
-        agent = load_agent(uninterrupted, sampler.spec)
-        result = evaluate_agent(agent, sampler, 3)
-        earlier = evaluate_agent(load_agent(uninterrupted, sampler.spec, step=4), sampler, 3)
+        learner = load_learner(uninterrupted, sampler.spec)
+        result = evaluate_learner(learner, sampler, 3)
+        earlier = evaluate_learner(load_learner(uninterrupted, sampler.spec, step=4), sampler, 3)
     recorded = {row["step"]: row["return_greedy"] for row in RunFolder.open(uninterrupted).evals()}
     assert result.returns.mean() == recorded[6]
     assert earlier.returns.mean() == recorded[4]
@@ -192,9 +195,9 @@ def test_a_checkpoint_of_another_environment_or_step_is_refused(uninterrupted: P
     with EpisodeSampler("tether/PointReach-v0") as sampler:
         spec = sampler.spec
     with pytest.raises(CheckpointError, match=r"was trained in tether/PointReach-v0; .*tether/HopperJump-v0"):
-        load_agent(uninterrupted, replace(spec, env_id="tether/HopperJump-v0"))
+        load_learner(uninterrupted, replace(spec, env_id="tether/HopperJump-v0"))
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; it has those of steps \[4, 6\]"):
-        load_agent(uninterrupted, spec, step=5)
+        load_learner(uninterrupted, spec, step=5)
     with RunFolder.create(tmp_path / "llm", kind="llm", label="troll", seed=0, settings={}):
         pass
     with pytest.raises(CheckpointError, match="kind 'llm', not an episodic one"):
@@ -209,7 +212,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         EpisodeSampler("tether/PointReach-v0") as sampler,
         pytest.raises(CheckpointError, match=r"state\.pt is not a training state"),
     ):
-        load_agent(tmp_path / "run", sampler.spec)
+        load_learner(tmp_path / "run", sampler.spec)
 
 
 def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resumable(
@@ -233,6 +236,25 @@ def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resuma
 
 
 def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown environment 'tether/Nowhere-v0'\. Known: "):
+    with pytest.raises(ConfigError, match=r"Unknown environment 'tether/Nowhere-v0'\..* Known: "):
         train(tiny(env_id="tether/Nowhere-v0"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").rglob("episodic/**/config.json"))
+
+
+def test_configurations_of_recorded_runs_are_still_read() -> None:
+    """They were written by earlier versions; no setting of theirs is unknown, lost or changed."""
+    assert RECORDED
+    for file in RECORDED:
+        recorded = flatten_settings(json.loads(file.read_text(encoding="utf-8"))["settings"])
+        read = flatten_settings(load_json(dump_json(load_config(file.parent).as_dict())))
+        assert [n for n in recorded if recorded[n] != read.get(n)] == ["headline", "torch_threads"], file
+
+
+def test_checkpoints_keep_the_form_that_earlier_versions_wrote(uninterrupted: Path) -> None:
+    state = final_state(uninterrupted)
+    assert state.keys() == {"agent", "sampler", "env_steps"}
+    networks = {"policy", "critic", "policy_optimizer", "critic_optimizer"}
+    assert state["agent"].keys() == {"env_id", "algo", "generator", *networks}

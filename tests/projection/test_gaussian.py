@@ -14,6 +14,7 @@ from gaussians import F64, divergence_by_slogdet, random_factor, random_mean, tr
 from rounding import SUMMED_ANOTHER_WAY, error_of, unit_of
 from tether.errors import InvalidInputError
 from tether.projection import (
+    kl_diagonal_gaussian,
     kl_gaussian,
     project_diagonal_gaussian,
     project_gaussian,
@@ -270,11 +271,47 @@ def test_the_factorisation_path_equals_the_eigenbasis_path(spread: float) -> Non
         lambda *a: _ProjectFactorByCurve.apply(*a[:2], KullbackLeiblerCurve(), a[2]),
     ):
         new = (old @ random_factor(3, 9, seed=1, spread=spread)).requires_grad_()
-        projected, kl = project(new, old, 5e-4)
+        projected, kl, converged = project(new, old, 5e-4)
+        assert bool(converged.all())
         (projected * weight).sum().backward()
         results.append((projected, kl, new.grad))
     for first, second in zip(*results, strict=True):
         assert torch.allclose(first, second, rtol=1e-8, atol=1e-11)
+
+
+# ------------------------------------------------------------------------------------- convergence
+
+
+@pytest.mark.parametrize("method", ["kl", "wasserstein", "frobenius"])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_a_projection_that_converged_lies_on_its_bound(method: str, spread: float) -> None:
+    old = random_factor(4, 6, seed=0)
+    new = old @ random_factor(4, 6, seed=1, spread=spread)
+    mean = torch.zeros(4, 6, dtype=F64)
+    result = project_gaussian(mean, new, mean, old, 0.1, 1e-4, method=method)
+    assert bool(result.cov_converged.all())
+    again = project_gaussian(mean, result.scale_tril, mean, old, 0.1, 1.0, method=method)
+    outside = result.cov_projected
+    assert torch.allclose(again.cov_kl[outside], torch.full_like(again.cov_kl[outside], 1e-4), rtol=1e-8)
+
+
+@pytest.mark.parametrize("matrix", [True, False])
+def test_a_projection_that_ran_out_of_steps_says_so_and_stays_inside_the_bound(
+    matrix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three covariances the first is inside its bound, so nothing had to be found for it."""
+    monkeypatch.setattr("tether.projection.solve._MAX_ITERATIONS", 0)
+    old = torch.ones(3, 2, dtype=F64)
+    new = torch.tensor([[1.0, 1.0], [1e4, 1e-3], [1e6, 1.0]], dtype=F64)
+    mean = torch.zeros(3, 2, dtype=F64)
+    if matrix:
+        result = project_gaussian(mean, new.diag_embed(), mean, old.diag_embed(), 0.1, 0.1)
+        reached = kl_gaussian(mean, result.scale_tril, mean, old.diag_embed())[1]
+    else:
+        result = project_diagonal_gaussian(mean, new, mean, old, 0.1, 0.1)
+        reached = kl_diagonal_gaussian(mean, result.scale_tril, mean, old)[1]
+    assert result.cov_converged.tolist() == [True, False, False]
+    assert bool((reached <= 0.1).all())
 
 
 # ----------------------------------------------------------------------- broadcasting and the diagonal

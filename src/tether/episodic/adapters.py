@@ -9,98 +9,17 @@ writing one.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import gymnasium
 import numpy as np
-from numpy.typing import NDArray
 
-from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SimulationError
-
-FloatArray = NDArray[np.float64]
+from tether.episodic.episodes import EnvSpec, Episode, FloatArray, Start
+from tether.errors import ConfigError, InvalidInputError, SimulationError
 
 SuccessRule = Literal["any", "last"]
-
-
-@dataclass(frozen=True)
-class EnvSpec:
-    """What a policy and its training loop need to know about an environment."""
-
-    env_id: str
-
-    num_dof: int
-    """D, degrees of freedom that follow the desired trajectory."""
-
-    horizon: int
-    """T, steps of every episode."""
-
-    dt: float
-    """Seconds between two steps."""
-
-    context_size: int
-    """C, entries of the first observation that describe the task."""
-
-    observation_size: int
-    """O, entries of every observation."""
-
-    headline: str
-    """The number the task is judged by: "success", or the name of an extra such as "max_height"."""
-
-    extra_names: tuple[str, ...]
-    """The keys of every episode's extras."""
-
-    @property
-    def duration(self) -> float:
-        """Seconds of an episode."""
-        return self.horizon * self.dt
-
-
-@dataclass(frozen=True)
-class Start:
-    """One episode about to begin."""
-
-    seed: int
-
-    context: FloatArray
-    """[C]"""
-
-    observation: FloatArray
-    """[O]"""
-
-    position: FloatArray
-    """[D]"""
-
-    velocity: FloatArray
-    """[D] per second."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One episode as it went; T is the horizon."""
-
-    observations: FloatArray
-    """[T + 1, O], from the first observation to the one after the last step."""
-
-    rewards: FloatArray
-    """[T]"""
-
-    positions: FloatArray
-    """[T + 1, D], where the joints really were."""
-
-    length: int
-    """Steps taken: T, fewer if the environment terminated, 0 if the robot refused the trajectory. The rows
-    after are an absorbing state: the last observation and position repeated, rewards zero (of a refused
-    trajectory: its return, spread evenly)."""
-
-    success: bool
-
-    extras: dict[str, float]
-    """Numbers of the episode, e.g. "max_height"; the keys are the adapter's `extra_names`."""
 
 
 class PositionControlledEnv(ABC):
@@ -291,9 +210,7 @@ class PositionControlledEnv(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -317,75 +234,22 @@ def check_trajectory(
             raise InvalidInputError(f"{spec.env_id}: desired {name} are not finite, first at index {where}.")
 
 
-_ADAPTERS: dict[str, str | type[PositionControlledEnv]] = {}
+ADAPTERS: dict[str, str | type[PositionControlledEnv]] = {}
+"""Environments from outside of Tether; `register_adapter` adds to them."""
 
 
 def register_adapter(env_id: str, adapter: str | type[PositionControlledEnv]) -> None:
-    """Make an environment known by name to the sampler, the training commands and the renderer.
+    """Make an environment of your own known to the sampler, the training commands and the renderer.
 
     Args:
         env_id: an id that ``gymnasium.make`` knows.
         adapter: a `PositionControlledEnv` subclass, or where to import it from: "package.module:Class".
 
     Raises:
-        ConfigError: the id belongs to another adapter already.
+        ConfigError: the id belongs to another adapter already, or begins with "tether/".
     """
-    if _ADAPTERS.get(env_id, adapter) != adapter:
-        raise ConfigError(f"{env_id} is registered already, with {_ADAPTERS[env_id]}. Choose another id.")
-    _ADAPTERS[env_id] = adapter
-
-
-def known_env_ids() -> list[str]:
-    """The environments trajectories can be run in, sorted."""
-    importlib.import_module("tether.episodic.envs")
-    return sorted(_ADAPTERS)
-
-
-def make_position_controlled(env_id: str, **options: Any) -> PositionControlledEnv:
-    """Build an environment that follows desired trajectories, by name.
-
-    Args:
-        env_id: a registered id; "package.module:id" imports that module first, so that an environment of
-            your own reaches the sampler's worker processes too.
-        options: ``success_rule`` for the adapter, everything else for ``gymnasium.make``.
-
-    Raises:
-        ConfigError: an unknown id; the message lists the known ones. Or a module that cannot be imported.
-        MissingDependencyError: what the environment needs is not installed.
-
-    >>> with make_position_controlled("tether/PointReach-v0") as env:
-    ...     start = env.reset(seed=1)
-    ...     still = np.tile(start.position, (env.horizon, 1))
-    ...     episode = env.execute(seed=1, desired_positions=still, desired_velocities=0 * still)
-    >>> env.spec.num_dof, env.spec.horizon, episode.observations.shape
-    (2, 50, (51, 6))
-    """
-    module, _, name = env_id.rpartition(":")
-    if module:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{env_id!r}: the module {module!r} cannot be imported ({error}). Is it installed, or its "
-                "folder on PYTHONPATH?"
-            ) from error
-    known = known_env_ids()
-    if name not in _ADAPTERS:
-        raise ConfigError(
-            f"Unknown environment {env_id!r}. Known: {', '.join(known)}. Your own: register it with "
-            "tether.episodic.adapters.register_adapter and name it 'package.module:id'."
-        )
-    adapter = _ADAPTERS[name]
-    if isinstance(adapter, str):
-        adapter_module, _, class_name = adapter.partition(":")
-        try:
-            adapter = getattr(importlib.import_module(adapter_module), class_name)
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                f"{env_id} needs {error.name}: pip install 'tether-rl[episodic]'."
-            ) from error
-        assert isinstance(adapter, type)
-        assert issubclass(adapter, PositionControlledEnv)
-    success_rule = options.pop("success_rule", None)
-    env = gymnasium.make(name, disable_env_checker=True, **options)
-    return adapter(env, env_id, success_rule=success_rule)
+    if env_id.startswith("tether/"):
+        raise ConfigError(f"{env_id}: ids that begin with 'tether/' are Tether's own. Choose another id.")
+    if ADAPTERS.get(env_id, adapter) != adapter:
+        raise ConfigError(f"{env_id} is registered already, with {ADAPTERS[env_id]}. Choose another id.")
+    ADAPTERS[env_id] = adapter

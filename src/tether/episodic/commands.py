@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tether.episodic.evaluate import Evaluation, evaluate_agent, evaluation_seeds
+from tether.episodic.algorithms import build_learner
+from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_seeds
 from tether.episodic.figures import sample_motions, save_exploration
 from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, TrainConfig, comparison_runs
 from tether.episodic.render import render_motions
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import build_agent, load_agent, load_config, train
+from tether.episodic.train import load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
 from tether.experiments import RunFolder
 from tether.experiments.files import atomic_write_json
@@ -38,11 +39,11 @@ def train_command(config: TrainConfig) -> RunFolder:
         CheckpointError: the output folder holds another run.
         SimulationError: a simulator failed while training.
     """
-    settings, out = config.episodic_config(), config.folder()
-    label = config.label or config.algo
+    settings, out = config.settings, config.folder()
+    label = config.label or settings.algo
     done = _done(out) if config.resume else 0
     with TrainingProgress(
-        settings.iterations, f"{label}, seed {config.seed}", done=done, displayed=EPISODIC_RUNS.displayed
+        settings.iterations, f"{label}, seed {settings.seed}", done=done, displayed=EPISODIC_RUNS.displayed
     ) as progress:
         run = train(
             settings, out, label=label, resume=config.resume, tensorboard=config.tensorboard,
@@ -76,10 +77,10 @@ def draw_exploration(run: Path) -> Path:
     config = load_config(run)
     with EpisodeSampler(config.env_id, 0, 0, config.env_options) as sampler:
         start = sampler.reset(seeds=evaluation_seeds(1))
-        before, after = build_agent(config, sampler.spec), load_agent(run, sampler.spec)
+        before, after = build_learner(config, sampler.spec), load_learner(run, sampler.spec)
     rows = [
-        (name, sample_motions(agent, start, _DRAWN_MOTIONS))
-        for name, agent in (("before training", before), ("after training", after))
+        (name, sample_motions(learner, start, _DRAWN_MOTIONS))
+        for name, learner in (("before training", before), ("after training", after))
     ]
     label = RunFolder.open(run).config.label
     title = f"{label}, seed {config.seed}: motions drawn from the policy, and its mean"
@@ -99,14 +100,14 @@ def film_run(config: RenderConfig) -> Path:
     seeds = evaluation_seeds(config.episode + 1)[-1:]
     with EpisodeSampler(settings.env_id, 0, 0, settings.env_options) as sampler:
         start = sampler.reset(seeds=seeds)
-        agents = {
-            "untrained": build_agent(settings, sampler.spec),
-            "trained": load_agent(config.run, sampler.spec, config.step),
+        learners = {
+            "untrained": build_learner(settings, sampler.spec),
+            "trained": load_learner(config.run, sampler.spec, config.step),
         }
-    plans = {name: agent.plan(start, deterministic=True) for name, agent in agents.items()}
+    motions = {name: learner.act(start, explore=False) for name, learner in learners.items()}
     return render_motions(
         settings.env_id,
-        {name: (plan.positions[0], plan.velocities[0]) for name, plan in plans.items()},
+        {name: (motion.positions[0], motion.velocities[0]) for name, motion in motions.items()},
         seeds[0],
         config.output or config.run / "figures" / "motion.mp4",
         film=config.film,
@@ -127,9 +128,9 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
     """
     settings = load_config(config.run)
     with EpisodeSampler(settings.env_id, config.workers, 0, settings.env_options) as sampler:
-        agent = load_agent(config.run, sampler.spec, config.step)
+        learner = load_learner(config.run, sampler.spec, config.step)
         results = {
-            name: evaluate_agent(agent, sampler, config.episodes, deterministic=deterministic)
+            name: evaluate_learner(learner, sampler, config.episodes, deterministic=deterministic)
             for name, deterministic in (("deterministic", True), ("stochastic", False))
         }
         headline = sampler.spec.headline
@@ -218,7 +219,8 @@ def compare_command(config: CompareConfig) -> list[Path]:
     share = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
     # A share of one core is best spent in one process that simulates and learns in turn.
-    jobs = [_job(replace(run, workers=share if share > 1 else 0)) for run in runs]
+    workers = share if share > 1 else 0
+    jobs = [_job(replace(run, settings=replace(run.settings, num_workers=workers))) for run in runs]
     environment = {"OMP_NUM_THREADS": "1"}
     run_jobs(jobs, at_once=at_once, environment=environment, displayed=EPISODIC_RUNS.displayed)
     return [job.folder for job in jobs]
@@ -226,9 +228,10 @@ def compare_command(config: CompareConfig) -> list[Path]:
 
 def _job(run: TrainConfig) -> Job:
     out = run.folder()
-    settings = write_settings(out.with_name(out.name + ".yaml"), run)
-    command = (sys.executable, "-m", "tether", "episodic", "train", "--config", str(settings))
-    return Job(f"{run.algo}, seed {run.seed}", command, out, run.iterations)
+    options = asdict(run)
+    file = write_settings(out.with_name(out.name + ".yaml"), options.pop("settings") | options)
+    command = (sys.executable, "-m", "tether", "episodic", "train", "--config", str(file))
+    return Job(f"{run.settings.algo}, seed {run.settings.seed}", command, out, run.settings.iterations)
 
 
 def _done(out: Path) -> int:

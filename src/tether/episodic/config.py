@@ -1,12 +1,19 @@
-"""Everything a training run needs to know, as frozen dataclasses that travel through JSON."""
+"""Everything a training run needs to know, as frozen dataclasses that travel through JSON.
+
+`EpisodicConfig` is what every run has. An algorithm with settings of its own subclasses it, as
+`OnPolicyConfig` does for TCE and BBRL. The command line is made from these classes: a field is an option,
+the text below it is its help.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import typing
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
@@ -14,9 +21,85 @@ from tether.episodic.prodmp import ProDMPConfig
 from tether.errors import ConfigError
 from tether.projection.gaussian import GaussianMethod
 
-Algorithm = Literal["tce", "bbrl"]
 PolicyInput = Literal["observation", "context"]
 Precision = Literal["float32", "float64"]
+
+
+def _keywords_from_words(words: Sequence[str]) -> dict[str, Any]:
+    """Names and values in turn, as they are typed: numbers, True and False become what they say."""
+    if len(words) % 2:
+        raise ValueError(f"give a value for each name; got {' '.join(words)}")
+    keywords: dict[str, Any] = {}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        try:
+            keywords[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            keywords[name] = value
+    return keywords
+
+
+_KEYWORDS = tyro.constructors.PrimitiveConstructorSpec[dict[str, Any]](
+    nargs="*",
+    metavar="[NAME VALUE ...]",
+    instance_from_str=_keywords_from_words,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda keywords: [word for pair in keywords.items() for word in map(str, pair)],
+)
+
+
+@dataclass(frozen=True)
+class EpisodicConfig:
+    """One training run, whatever learns in it. `presets` has vetted ones for each environment."""
+
+    env_id: Annotated[str, tyro.conf.arg(aliases=["--env"])]
+    """Environment, e.g. "tether/HopperJump-v0", or your own as "package.module:id"."""
+
+    env_options: Annotated[dict[str, Any], _KEYWORDS] = field(default_factory=dict)
+    """Keywords of the environment."""
+
+    algo: str = "tce"
+    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), or "package.module:Class"."""
+
+    seed: int = 0
+    """Seed of networks, exploration and the stream of episodes."""
+
+    iterations: int = 200
+    """Policy updates; the schedules end with the last."""
+
+    episodes: int = 16
+    """Episodes sampled for each update."""
+
+    num_workers: Annotated[int, tyro.conf.arg(aliases=["--workers"])] = 2
+    """Simulator processes; 0 simulates in the training process. Changes no result."""
+
+    motion: ProDMPConfig = field(default_factory=ProDMPConfig)
+    """The movement primitive."""
+
+    evaluate_every: int = 10
+    """Iterations between deterministic evaluations."""
+
+    evaluation_episodes: int = 16
+    """Episodes of an evaluation: the same for every run, so that curves can be compared."""
+
+    checkpoint_every: int = 10
+    """Iterations between checkpoints."""
+
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "episodes", "evaluate_every", "evaluation_episodes", "checkpoint_every",
+                     "keep_checkpoints"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers is 0 (this process) or more, got {self.num_workers}.")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"A seed lies in [0, 2^32), got {self.seed}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested plain values, as `algorithms.config_from_dict` reads them."""
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -24,20 +107,19 @@ class TrustRegionConfig:
     """How far an iteration may move the policy."""
 
     mean_bound: float = 0.005
-    """Bound of the mean's part, a context (nats for "kl")."""
+    """How far the mean may move for one context (nats for "kl")."""
 
     cov_bound: float = 0.0005
-    """Bound of the covariance's part."""
+    """How far the covariance may move (nats for "kl")."""
 
     method: GaussianMethod = "kl"
     """Divergence: "kl", "wasserstein" or "frobenius"."""
 
     regression_weight: float = 1.0
-    """Weight of KL(network || projected), which pulls the network after its projection."""
+    """Weight of KL(network || projected), which pulls the network towards its projection."""
 
     target_entropy: float | None = None
-    """Entropy a weight, in nats, that the lower bound of the entropy reaches at the end of training, on a
-    line from the initial entropy. None: no bound."""
+    """Entropy per weight (nats) to which a lower bound falls linearly over training. None: no bound."""
 
     def __post_init__(self) -> None:
         if not (self.mean_bound > 0 and self.cov_bound > 0 and self.regression_weight >= 0):
@@ -64,28 +146,28 @@ class UpdateConfig:
     """How an iteration's episodes improve the policy."""
 
     learning_rate: float = 3e-4
-    """Of Adam, for the policy, at the start."""
+    """Adam's learning rate for the policy, at the start."""
 
     final_learning_rate_fraction: float = 0.01
-    """What is left of the learning rates (critic's too) at the end, on a line; 1 keeps them."""
+    """Fraction to which all learning rates fall linearly, the critic's too; 1 keeps them."""
 
     epochs: int = 50
-    """Gradient steps of the policy an iteration, each over the whole batch."""
+    """Gradient steps of the policy in an iteration, each on the whole batch."""
 
     weight_decay: float = 0.0
-    """Of Adam, for the policy."""
+    """Adam's weight decay for the policy."""
 
     gamma: float = 1.0
-    """Discount a step (TCE)."""
+    """Discount per step (TCE)."""
 
     gae_lambda: float = 0.95
-    """Of the critic's targets (TCE)."""
+    """Lambda of the critic's targets, from TD (0) to whole returns (1) (TCE)."""
 
     segment_points: int = 25
-    """Points at which a motion is cut; there is one segment fewer (TCE)."""
+    """Points at which a motion is cut; the segments are one fewer (TCE)."""
 
     include_last_reward: bool = False
-    """Whether the last segment runs to the end of the episode; the paper's ends at the last point (TCE)."""
+    """Let the last segment run to the end of the episode; the paper's ends at the last point (TCE)."""
 
     def __post_init__(self) -> None:
         if not (self.learning_rate > 0 and self.epochs >= 1 and self.weight_decay >= 0):
@@ -113,38 +195,14 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True)
-class EpisodicConfig:
-    """One training run of an episodic policy. `presets` has a vetted one for each environment."""
-
-    env_id: str
-    """Environment, a name the sampler knows, e.g. "tether/HopperJump-v0"."""
-
-    env_options: dict[str, Any] = field(default_factory=dict)
-    """Keywords of the environment."""
-
-    algo: Algorithm = "tce"
-    """"tce": credit by segments. "bbrl": credit by whole episodes."""
-
-    seed: int = 0
-    """Of networks, exploration and the stream of episodes."""
-
-    iterations: int = 200
-    """Policy updates; the schedules end with the last."""
-
-    episodes: int = 16
-    """Episodes sampled for each of them."""
-
-    num_workers: int = 2
-    """Simulator processes; 0 simulates in the training process. Does not change any result."""
+class OnPolicyConfig(EpisodicConfig):
+    """What TCE and BBRL need besides: a policy, a critic, and how the one is improved by the other."""
 
     policy_input: PolicyInput = "observation"
-    """What the policy sees before the motion: the whole first observation, or only its task context."""
+    """What the policy sees before the motion: the whole first observation, or its task context alone."""
 
     precision: Precision = "float32"
-    """Of the networks; projections are computed in float64 in any case."""
-
-    motion: ProDMPConfig = field(default_factory=ProDMPConfig)
-    """The movement primitive."""
+    """Precision of the networks; projections are computed in float64 in any case."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Network and exploration."""
@@ -156,72 +214,10 @@ class EpisodicConfig:
     """How far an iteration may move the policy."""
 
     update: UpdateConfig = field(default_factory=UpdateConfig)
-    """How an iteration improves it."""
-
-    evaluate_every: int = 10
-    """Iterations between deterministic evaluations."""
-
-    evaluation_episodes: int = 16
-    """Episodes of an evaluation: always the same, for every run, so that curves can be compared."""
-
-    checkpoint_every: int = 10
-    """Iterations between checkpoints."""
-
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """How an iteration improves the policy."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("algo", Algorithm), ("policy_input", PolicyInput), ("precision", Precision)):
+        super().__post_init__()
+        for name, allowed in (("policy_input", PolicyInput), ("precision", Precision)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is one of {get_args(allowed)}; got {getattr(self, name)!r}.")
-        for name in (
-            "iterations",
-            "episodes",
-            "evaluate_every",
-            "evaluation_episodes",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers is 0 (this process) or more, got {self.num_workers}.")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"A seed lies in [0, 2^32), got {self.seed}.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Nested plain values, as `config_from_dict` reads them."""
-        return dataclasses.asdict(self)
-
-
-def config_from_dict(values: Mapping[str, Any]) -> EpisodicConfig:
-    """The configuration `EpisodicConfig.as_dict` wrote, also after a journey through JSON.
-
-    Raises:
-        ConfigError: an unknown or missing setting.
-
-    >>> config = EpisodicConfig("tether/PointReach-v0", policy=PolicyConfig(hidden_sizes=(8, 8)))
-    >>> config_from_dict(config.as_dict()) == config
-    True
-    """
-    built = _build(EpisodicConfig, values, "")
-    assert isinstance(built, EpisodicConfig)
-    return built
-
-
-def _build(kind: type, values: Mapping[str, Any], path: str) -> object:
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(values.keys() - hints.keys())
-    if unknown:
-        raise ConfigError(f"Unknown setting {path}{unknown[0]}. Known: {', '.join(sorted(hints))}.")
-    arguments = {}
-    for name, value in values.items():
-        if dataclasses.is_dataclass(hints[name]):
-            value = _build(typing.cast(type, hints[name]), value, f"{path}{name}.")
-        elif isinstance(value, list):
-            value = tuple(value)
-        arguments[name] = value
-    try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"Settings are missing ({error}). Give the folder of an episodic run.") from error

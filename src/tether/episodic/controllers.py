@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from tether.episodic.episodes import FloatArray
 from tether.errors import InvalidInputError
-
-FloatArray = NDArray[np.float64]
 
 
 class PDController:

@@ -21,30 +21,28 @@ class CriticConfig:
     """Units of the hidden layers."""
 
     activation: Activation = "leaky_relu"
-    """Non-linearity between them."""
+    """Activation between the layers."""
 
     learning_rate: float = 3e-4
-    """Of Adam; follows the policy's schedule."""
+    """Adam's learning rate; follows the policy's schedule."""
 
     epochs: int = 50
-    """Passes over the whole batch an iteration."""
+    """Gradient steps in an iteration, each on the whole batch."""
 
     weight_decay: float = 0.0
-    """Of Adam."""
+    """Adam's weight decay."""
 
     normalise_inputs: bool = True
-    """Whether inputs are normalised by their running mean and standard deviation."""
+    """Normalise inputs by their running mean and standard deviation."""
 
     normalise_targets: bool = False
-    """Whether the network predicts values in running standard deviations around their running mean."""
+    """Predict values in running standard deviations from their running mean."""
 
     time_input: bool = False
-    """Whether the critic of states also sees how much of the episode is over. What is still to come
-    depends on it, but the paper's critic is not told."""
+    """Show the critic of states how much of the episode is over; the paper does not (TCE)."""
 
     state_stride: int = 1
-    """Fit on every n-th state of an episode only, from a random first one on (TCE). States milliseconds
-    apart say nearly the same, and fitting is most of an iteration's time; the paper takes all of them."""
+    """Fit on every n-th state of an episode, from a random first one on; the paper takes all (TCE)."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:

@@ -1,4 +1,4 @@
-"""Batches of episodes: where they begin, and what became of them."""
+"""What a policy and an environment tell each other: sizes, starts and episodes, single and in batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,83 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import Episode, FloatArray
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a policy and its training loop need to know about an environment."""
+
+    env_id: str
+
+    num_dof: int
+    """D, degrees of freedom that follow the desired trajectory."""
+
+    horizon: int
+    """T, steps of every episode."""
+
+    dt: float
+    """Seconds between two steps."""
+
+    context_size: int
+    """C, entries of the first observation that describe the task."""
+
+    observation_size: int
+    """O, entries of every observation."""
+
+    headline: str
+    """The number the task is judged by: "success", or the name of an extra such as "max_height"."""
+
+    extra_names: tuple[str, ...]
+    """The keys of every episode's extras."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds of an episode."""
+        return self.horizon * self.dt
+
+
+@dataclass(frozen=True)
+class Start:
+    """One episode about to begin."""
+
+    seed: int
+
+    context: FloatArray
+    """[C]"""
+
+    observation: FloatArray
+    """[O]"""
+
+    position: FloatArray
+    """[D]"""
+
+    velocity: FloatArray
+    """[D] per second."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode as it went; T is the horizon."""
+
+    observations: FloatArray
+    """[T + 1, O], from the first observation to the one after the last step."""
+
+    rewards: FloatArray
+    """[T]"""
+
+    positions: FloatArray
+    """[T + 1, D], where the joints really were."""
+
+    length: int
+    """Steps taken: T, fewer if the environment terminated, 0 if the robot refused the trajectory. The rows
+    after are an absorbing state: the last observation and position repeated, rewards zero (of a refused
+    trajectory: its return, spread evenly)."""
+
+    success: bool
+
+    extras: dict[str, float]
+    """Numbers of the episode, e.g. "max_height"; the keys are the adapter's `extra_names`."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +156,8 @@ def stack_episodes(episodes: Sequence[Episode]) -> Episodes:
 
 def concatenate_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Batches as one, in order."""
+    arrays = ("observations", "rewards", "success", "positions", "lengths")
     return Episodes(
-        observations=np.concatenate([part.observations for part in parts]),
-        rewards=np.concatenate([part.rewards for part in parts]),
-        success=np.concatenate([part.success for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         extras={name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
     )

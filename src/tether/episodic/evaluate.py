@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import FloatArray
-from tether.episodic.agent import EpisodicAgent
+from tether.episodic.episodes import FloatArray
+from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
 
 _EVALUATION_STREAM = 0x7E7E
@@ -86,21 +86,21 @@ def evaluation_seeds(number: int) -> tuple[int, ...]:
     )
 
 
-def evaluate_agent(
-    agent: EpisodicAgent, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
+def evaluate_learner(
+    learner: Learner, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
 ) -> Evaluation:
-    """Run the policy on the first `number` evaluation episodes.
+    """Run what has been learned on the first `number` evaluation episodes.
 
-    The sampler's stream of training episodes does not move. A stochastic evaluation draws its noise from
-    the agent's generator, and puts it back where it was.
+    Training does not notice: the sampler's stream of episodes does not move, and the random numbers of a
+    stochastic evaluation are put back.
 
     Raises:
         SimulationError: a simulator failed.
     """
     starts = sampler.reset(seeds=evaluation_seeds(number))
-    before = agent.generator.get_state()
-    plan = agent.plan(starts, deterministic=deterministic)
-    agent.generator.set_state(before)
-    episodes = sampler.execute(plan.positions, plan.velocities)
-    jerk = root_mean_square_jerk(episodes.positions, agent.spec.dt)
+    before = learner.generator.get_state()
+    motions = learner.act(starts, explore=not deterministic)
+    learner.generator.set_state(before)
+    episodes = sampler.execute(motions.positions, motions.velocities)
+    jerk = root_mean_square_jerk(episodes.positions, learner.spec.dt)
     return Evaluation(episodes.success, episodes.returns, jerk, episodes.extras, deterministic)

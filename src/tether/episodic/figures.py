@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tether.episodic.adapters import FloatArray
-from tether.episodic.agent import EpisodicAgent
-from tether.episodic.sampler import Starts
+from tether.episodic.episodes import FloatArray, Starts
+from tether.episodic.learner import Learner
 from tether.errors import InvalidInputError
 from tether.experiments.plots import COLOURS, Theme, house_style, save_figure
 
@@ -46,11 +45,11 @@ class MotionSamples:
             )
 
 
-def sample_motions(agent: EpisodicAgent, start: Starts, number: int) -> MotionSamples:
-    """What an agent would try from one start. Its random numbers stand where they stood afterwards.
+def sample_motions(learner: Learner, start: Starts, number: int) -> MotionSamples:
+    """What a learner would try from one start. Its random numbers are put back.
 
     Args:
-        agent: trained or not.
+        learner: trained or not.
         start: one start; of more, the first is taken.
         number: N, motions to draw.
 
@@ -66,11 +65,11 @@ def sample_motions(agent: EpisodicAgent, start: Starts, number: int) -> MotionSa
         velocities=np.repeat(start.velocities[:1], number, axis=0),
         seeds=start.seeds[:1] * number,
     )
-    before = agent.generator.get_state()
-    sampled = agent.plan(many).positions
-    agent.generator.set_state(before)
-    mean = agent.plan(many, deterministic=True).positions[0]
-    times = agent.spec.dt * np.arange(1, agent.spec.horizon + 1, dtype=np.float64)
+    before = learner.generator.get_state()
+    sampled = learner.act(many).positions
+    learner.generator.set_state(before)
+    mean = learner.act(many, explore=False).positions[0]
+    times = learner.spec.dt * np.arange(1, learner.spec.horizon + 1, dtype=np.float64)
     return MotionSamples(times, sampled, mean)
 
 

@@ -1,55 +1,29 @@
-"""What can be chosen for the `tether episodic` commands, and what presets mean for it."""
+"""What can be typed after the `tether episodic` commands, and what presets mean for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tether.episodic.config import (
-    Algorithm,
-    EpisodicConfig,
-    PolicyInput,
-    Precision,
-    TrustRegionConfig,
-    UpdateConfig,
-)
-from tether.episodic.critic import CriticConfig
-from tether.episodic.policy import PolicyConfig
-from tether.episodic.presets import PRESETS, preset
-from tether.episodic.prodmp import ProDMPConfig
+import tyro
+
+from tether.episodic.config import EpisodicConfig
+from tether.episodic.presets import choose
 from tether.episodic.render import Film
 from tether.errors import ConfigError
-
-DEFAULT_PRESET = "hopper-jump-quick"
-_METAWORLD = "tether/MetaWorld-"
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Train an episodic policy. A preset gives every setting; options typed besides it override it."""
 
-    env: str
-    """Environment, e.g. "tether/HopperJump-v0"; its paper preset gives the settings unless --preset does."""
+    settings: Annotated[EpisodicConfig, tyro.conf.arg(name="")]
+    """The run; the options are those of the algorithm's own class of settings."""
 
     preset: str | None = None
-    """Vetted settings, a name of tether.episodic.presets.PRESETS, e.g. "metaworld-quick:reach-v3"."""
-
-    algo: Algorithm = "tce"
-    """"tce": credit by segments. "bbrl": credit by whole episodes; takes the preset's own variant for it."""
-
-    seed: int = 0
-    """Of networks, exploration and the stream of episodes."""
-
-    iterations: int = 200
-    """Policy updates; the schedules end with the last."""
-
-    episodes: int = 16
-    """Episodes sampled for each of them."""
-
-    workers: int = 2
-    """Simulator processes; 0 simulates in the training process. Does not change any result."""
+    """Vetted settings to start from, e.g. "metaworld-quick:reach-v3", or "package.module:function"."""
 
     output: Path | None = None
     """Folder of the run; by default runs/ with the preset's or environment's name, algorithm and seed."""
@@ -66,54 +40,14 @@ class TrainConfig:
     tensorboard: bool = False
     """Mirror metrics into TensorBoard files."""
 
-    env_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Keywords of the environment."""
-
-    policy_input: PolicyInput = "observation"
-    """What the policy sees before the motion: the whole first observation, or only its task context."""
-
-    precision: Precision = "float32"
-    """Of the networks."""
-
-    motion: ProDMPConfig = field(default_factory=ProDMPConfig)
-    """The movement primitive."""
-
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Network and exploration."""
-
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic."""
-
-    trust_region: TrustRegionConfig = field(default_factory=TrustRegionConfig)
-    """How far an iteration may move the policy."""
-
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    """How an iteration improves it."""
-
-    evaluate_every: int = 10
-    """Iterations between deterministic evaluations."""
-
-    evaluation_episodes: int = 16
-    """Episodes of an evaluation."""
-
-    checkpoint_every: int = 10
-    """Iterations between checkpoints."""
-
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
-
-    def episodic_config(self) -> EpisodicConfig:
-        """The run's configuration."""
-        shared = {f.name: getattr(self, f.name) for f in fields(EpisodicConfig) if hasattr(self, f.name)}
-        return EpisodicConfig(**shared | {"env_id": self.env, "num_workers": self.workers})
-
     def folder(self) -> Path:
         """Where the run goes."""
         if self.output is not None:
             return self.output
-        name = (self.preset or self.env.removeprefix("tether/")).replace(":", "-").replace("/", "-")
-        algo = "" if self.algo in name.split("-") else f"-{self.algo}"
-        return Path("runs") / f"{name}{algo}-seed{self.seed}"
+        name = _file_name((self.preset or self.settings.env_id).removeprefix("tether/"))
+        algo = self.settings.algo
+        algo = "" if algo in name.split("-") else f"-{_file_name(algo)}"
+        return Path("runs") / f"{name}{algo}-seed{self.settings.seed}"
 
 
 @dataclass(frozen=True)
@@ -173,13 +107,13 @@ class CompareConfig:
     """Folder for the runs and the report."""
 
     preset: str | None = None
-    """Vetted settings; the other algorithms take the preset's variant for them."""
+    """Vetted settings; each algorithm takes the preset's variant for it, if there is one."""
 
     env: str | None = None
     """Environment instead of a preset."""
 
-    algos: tuple[Algorithm, ...] = ("tce", "bbrl")
-    """Which algorithms."""
+    algos: tuple[str, ...] = ("tce", "bbrl")
+    """Algorithms: names, or "package.module:Class"."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Which seeds; several give intervals over them."""
@@ -209,84 +143,28 @@ class CompareConfig:
             _at_least_one("jobs", self.jobs)
 
 
-# Settings.
-
-
-def preset_for(name: str, algo: Algorithm) -> str:
-    """The variant of a preset for an algorithm.
-
-    Raises:
-        ConfigError: no such preset, or none for the algorithm.
-
-    >>> preset_for("hopper-jump-quick", "bbrl"), preset_for("metaworld-bbrl:reach-v3", "tce")
-    ('hopper-jump-bbrl-quick', 'metaworld-paper:reach-v3')
-    """
-    if preset(name).algo == algo:
-        return name
-    base, colon, task = name.partition(":")
-    size = next((size for size in ("-quick", "-long") if base.endswith(size)), "")
-    stem = base.removesuffix(size).removesuffix("-paper").removesuffix("-bbrl")
-    ending = f"-bbrl{size}" if algo == "bbrl" else size or "-paper"
-    if stem + ending not in PRESETS:
-        raise ConfigError(f"No preset of {algo} beside {name!r}. Known: {', '.join(sorted(PRESETS))}.")
-    return f"{stem}{ending}{colon}{task}"
-
-
 def train_config(
-    preset_name: str | None = None, env: str | None = None, algo: Algorithm | None = None
+    preset_name: str | None = None, env: str | None = None, algo: str | None = None
 ) -> TrainConfig:
-    """The settings of a preset, or of an environment by its paper preset, before others are typed.
-
-    An environment without a preset gets the defaults of `EpisodicConfig`. Without either it is the quick
-    demo, `DEFAULT_PRESET`.
-
-    Raises:
-        ConfigError: an unknown preset or algorithm, or an environment that is not the preset's.
-
-    >>> train_config("hopper-jump-quick", algo="bbrl").preset
-    'hopper-jump-bbrl-quick'
-    >>> train_config(env="tether/MetaWorld-reach-v3").preset
-    'metaworld-paper:reach-v3'
-    """
-    if algo not in (None, "tce", "bbrl"):
-        raise ConfigError(f"algo is one of ('tce', 'bbrl'); got {algo!r}.")
-    if preset_name is None:
-        preset_name = DEFAULT_PRESET if env is None else _paper_preset(env)
-    if preset_name is not None and algo is not None:
-        preset_name = preset_for(preset_name, algo)
-    if preset_name is None:
-        assert env is not None
-        config = EpisodicConfig(env, algo=algo or "tce")
-    else:
-        config = preset(preset_name)
-    if env is not None and config.env_id != env:
-        raise ConfigError(
-            f"The preset {preset_name!r} is for {config.env_id}, not for {env}. Give only one of the two."
-        )
-    shared = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if hasattr(config, f.name)}
-    return TrainConfig(**shared | {"env": config.env_id, "workers": config.num_workers}, preset=preset_name)
+    """The options that `presets.choose` means, before others are typed."""
+    preset_name, settings = choose(preset_name, env, algo)
+    return TrainConfig(settings, preset=preset_name)
 
 
 def defaults_for(arguments: Sequence[str]) -> TrainConfig:
     """What the options --preset, --env and --algo among others mean for all settings not typed.
 
-    >>> defaults_for(["--seed", "3", "--preset=hopper-jump-paper"]).episodes
+    >>> defaults_for(["--seed", "3", "--preset=hopper-jump-paper"]).settings.episodes
     64
     """
-    typed: dict[str, str] = {}
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in ("--preset", "--env", "--algo"):
-            following = arguments[place + 1] if place + 1 < len(arguments) else "None"
-            typed[name] = value if equals else following
-    found: dict[str, Any] = {name: None if value == "None" else value for name, value in typed.items()}
-    return train_config(found.get("--preset"), found.get("--env"), found.get("--algo"))
-
-
-def _paper_preset(env: str) -> str | None:
-    if env.startswith(_METAWORLD):
-        return f"metaworld-paper:{env.removeprefix(_METAWORLD)}"
-    return next((n for n in PRESETS if n.endswith("-paper") and PRESETS[n]().env_id == env), None)
+    chosen: dict[str, str | None] = {"--preset": None, "--env": None, "--algo": None}
+    for argument, following in zip(arguments, [*arguments[1:], "None"], strict=True):
+        option, equals, value = argument.partition("=")
+        option = "--env" if option == "--env-id" else option
+        if option in chosen:
+            value = value if equals else following
+            chosen[option] = None if value == "None" else value
+    return train_config(*chosen.values())
 
 
 def comparison_runs(config: CompareConfig) -> list[TrainConfig]:
@@ -296,18 +174,18 @@ def comparison_runs(config: CompareConfig) -> list[TrainConfig]:
         for name in ("iterations", "episodes", "evaluate_every")
         if getattr(config, name) is not None
     }
-    return [
-        replace(
-            train_config(config.preset, config.env, algo),
-            output=config.output / f"{algo}-seed{seed}",
-            seed=seed,
-            resume=True,
-            film=config.film,
-            **changes,
-        )
-        for algo in config.algos
-        for seed in config.seeds
-    ]
+    runs = []
+    for algo in config.algos:
+        options = train_config(config.preset, config.env, algo)
+        for seed in config.seeds:
+            settings = replace(options.settings, seed=seed, **changes)
+            output = config.output / f"{_file_name(algo)}-seed{seed}"
+            runs.append(replace(options, settings=settings, output=output, resume=True, film=config.film))
+    return runs
+
+
+def _file_name(name: str) -> str:
+    return name.replace(":", "-").replace("/", "-")
 
 
 def _at_least_one(name: str, value: int) -> None:

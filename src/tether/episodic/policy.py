@@ -33,22 +33,22 @@ class PolicyConfig:
     """Units of the hidden layers."""
 
     activation: Activation = "leaky_relu"
-    """Non-linearity between them."""
+    """Activation between the layers."""
 
     covariance: Covariance = "full"
-    """"full": weights, and so times and joints, explore together. "diagonal": each weight for itself."""
+    """Explore with correlated weights, and so times and joints ("full"), or with each by itself."""
 
     contextual_covariance: bool = False
-    """Whether the covariance depends on the context; if not, it is one set of parameters."""
+    """Let the covariance depend on the context; otherwise it is one set of parameters."""
 
     init_std: float = 1.0
     """Standard deviation of every weight before training."""
 
     min_std: float = 1e-4
-    """Added to the diagonal of the Cholesky factor, so that exploration cannot vanish."""
+    """Added to the Cholesky factor's diagonal, so that exploration cannot vanish."""
 
     mean_gain: float = 0.01
-    """Gain of the last layer: how far apart the means of different contexts start."""
+    """Gain of the last layer: how much the first means differ between contexts."""
 
     def __post_init__(self) -> None:
         if self.covariance not in get_args(Covariance):

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 
-from tether.episodic.config import EpisodicConfig, TrustRegionConfig, UpdateConfig
+from tether.episodic.algorithms import find_algorithm
+from tether.episodic.config import EpisodicConfig, OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
+from tether.episodic.names import look_up
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.errors import ConfigError
 
-METAWORLD_DEFAULT_TASK = "button-press-v3"
+DEFAULT_PRESET = "hopper-jump-quick"
 
 
-def preset(name: str) -> EpisodicConfig:
-    """The configuration of a name in `PRESETS`.
-
-    Meta-World presets take a task after a colon: "metaworld-paper:reach-v3".
-
-    Raises:
-        ConfigError: an unknown name; the message lists the known ones.
-
-    Example:
-        >>> preset("hopper-jump-paper").episodes
-        64
-        >>> preset("metaworld-paper:reach-v3").env_id
-        'tether/MetaWorld-reach-v3'
-    """
-    base, _, task = name.partition(":")
-    if base not in PRESETS:
-        raise ConfigError(f"Unknown preset {name!r}. Known: {', '.join(sorted(PRESETS))}.")
-    config = PRESETS[base]()
-    if not task:
-        return config
-    if not base.startswith("metaworld"):
-        raise ConfigError(f"{base} has no tasks to choose from; got {name!r}.")
-    return replace(config, env_id=f"tether/MetaWorld-{task}")
-
-
-def _metaworld() -> EpisodicConfig:
-    return EpisodicConfig(
-        env_id=f"tether/MetaWorld-{METAWORLD_DEFAULT_TASK}",
+def _metaworld(task: str = "button-press-v3") -> OnPolicyConfig:
+    return OnPolicyConfig(
+        env_id=f"tether/MetaWorld-{task}",
         iterations=7600,
         episodes=16,
         motion=ProDMPConfig(8, 5.0, 10.0, 5.0, weights_scale=0.1, goal_scale=0.1, relative_goal=True),
@@ -52,9 +30,13 @@ def _metaworld() -> EpisodicConfig:
     )
 
 
-def _metaworld_bbrl() -> EpisodicConfig:
+def _metaworld_quick(task: str = "button-press-v3") -> OnPolicyConfig:
+    return replace(_metaworld(task), iterations=125)
+
+
+def _metaworld_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
-        _metaworld(),
+        config,
         algo="bbrl",
         policy_input="context",
         motion=ProDMPConfig(4, 5.0, 10.0, 5.0, weights_scale=0.1, goal_scale=0.1, relative_goal=True),
@@ -65,8 +47,8 @@ def _metaworld_bbrl() -> EpisodicConfig:
     )
 
 
-def _box_dense() -> EpisodicConfig:
-    return EpisodicConfig(
+def _box_dense() -> OnPolicyConfig:
+    return OnPolicyConfig(
         env_id="tether/BoxPushingDense-v0",
         iterations=7500,
         episodes=152,
@@ -79,7 +61,7 @@ def _box_dense() -> EpisodicConfig:
     )
 
 
-def _box_dense_quick() -> EpisodicConfig:
+def _box_dense_quick() -> OnPolicyConfig:
     """A fifth of the episodes: more and smaller steps for the same experience."""
     paper = _box_dense()
     return replace(
@@ -87,7 +69,7 @@ def _box_dense_quick() -> EpisodicConfig:
     )
 
 
-def _box_sparse() -> EpisodicConfig:
+def _box_sparse() -> OnPolicyConfig:
     dense = _box_dense()
     return replace(
         dense,
@@ -97,7 +79,7 @@ def _box_sparse() -> EpisodicConfig:
     )
 
 
-def _box_bbrl(config: EpisodicConfig) -> EpisodicConfig:
+def _box_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
         config,
         algo="bbrl",
@@ -108,8 +90,8 @@ def _box_bbrl(config: EpisodicConfig) -> EpisodicConfig:
     )
 
 
-def _hopper() -> EpisodicConfig:
-    return EpisodicConfig(
+def _hopper() -> OnPolicyConfig:
+    return OnPolicyConfig(
         env_id="tether/HopperJump-v0",
         iterations=3000,
         episodes=64,
@@ -123,7 +105,7 @@ def _hopper() -> EpisodicConfig:
     )
 
 
-def _hopper_quick() -> EpisodicConfig:
+def _hopper_quick() -> OnPolicyConfig:
     """A quarter of the episodes at three times the learning rate, and a critic that knows the time and is
     fitted on every fifth state."""
     paper = _hopper()
@@ -141,12 +123,12 @@ def _hopper_quick() -> EpisodicConfig:
     )
 
 
-def _hopper_sparse() -> EpisodicConfig:
+def _hopper_sparse() -> OnPolicyConfig:
     """The task of the published curve: the highest point counts, once, at the end."""
     return replace(_hopper(), env_id="tether/HopperJumpSparse-v0")
 
 
-def _hopper_sparse_long() -> EpisodicConfig:
+def _hopper_sparse_long() -> OnPolicyConfig:
     """Three million steps: a quarter of the episodes at three times the learning rate, and a critic that is
     fitted on every fifth state and shown what the reward remembers; else as published."""
     paper = _hopper_sparse()
@@ -163,7 +145,7 @@ def _hopper_sparse_long() -> EpisodicConfig:
     )
 
 
-def _hopper_bbrl(config: EpisodicConfig) -> EpisodicConfig:
+def _hopper_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
         config,
         algo="bbrl",
@@ -174,8 +156,8 @@ def _hopper_bbrl(config: EpisodicConfig) -> EpisodicConfig:
     )
 
 
-def _table_tennis() -> EpisodicConfig:
-    return EpisodicConfig(
+def _table_tennis() -> OnPolicyConfig:
+    return OnPolicyConfig(
         env_id="tether/TableTennis-v0",
         iterations=12000,
         episodes=76,
@@ -189,7 +171,7 @@ def _table_tennis() -> EpisodicConfig:
     )
 
 
-def _table_tennis_quick() -> EpisodicConfig:
+def _table_tennis_quick() -> OnPolicyConfig:
     """Fewer episodes and wider trust regions: a few hundred iterations instead of twelve thousand."""
     paper = _table_tennis()
     return replace(
@@ -201,7 +183,7 @@ def _table_tennis_quick() -> EpisodicConfig:
     )
 
 
-def _table_tennis_bbrl(config: EpisodicConfig) -> EpisodicConfig:
+def _table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
         config,
         algo="bbrl",
@@ -212,29 +194,125 @@ def _table_tennis_bbrl(config: EpisodicConfig) -> EpisodicConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], EpisodicConfig]] = {
+PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "metaworld-paper": _metaworld,
-    "metaworld-quick": lambda: replace(_metaworld(), iterations=125),
-    "metaworld-bbrl": _metaworld_bbrl,
-    "metaworld-bbrl-quick": lambda: replace(_metaworld_bbrl(), iterations=125),
+    "metaworld-quick": _metaworld_quick,
     "box-pushing-dense-paper": _box_dense,
-    "box-pushing-dense-bbrl": lambda: _box_bbrl(_box_dense()),
     "box-pushing-dense-quick": _box_dense_quick,
-    "box-pushing-dense-bbrl-quick": lambda: _box_bbrl(_box_dense_quick()),
     "box-pushing-sparse-paper": _box_sparse,
-    "box-pushing-sparse-bbrl": lambda: _box_bbrl(_box_sparse()),
     "hopper-jump-paper": _hopper,
     "hopper-jump-quick": _hopper_quick,
-    "hopper-jump-bbrl": lambda: _hopper_bbrl(_hopper()),
-    "hopper-jump-bbrl-quick": lambda: _hopper_bbrl(_hopper_quick()),
     "hopper-jump-sparse-paper": _hopper_sparse,
-    "hopper-jump-sparse-bbrl": lambda: _hopper_bbrl(_hopper_sparse()),
     "hopper-jump-sparse-long": _hopper_sparse_long,
-    "hopper-jump-sparse-bbrl-long": lambda: _hopper_bbrl(_hopper_sparse_long()),
     "table-tennis-paper": _table_tennis,
-    "table-tennis-bbrl": lambda: _table_tennis_bbrl(_table_tennis()),
     "table-tennis-quick": _table_tennis_quick,
-    "table-tennis-bbrl-quick": lambda: _table_tennis_bbrl(_table_tennis_quick()),
 }
 """Name -> configuration: "paper" are the published settings of TCE and "bbrl" those of the baseline;
 "quick" ones fit into minutes on two cores, "long" is the longest affordable there."""
+
+VARIANT_OF: dict[str, str] = {}
+"""Preset for another algorithm -> the preset of the same task and budget that it changes."""
+
+
+def add_variant(name: str, of: str, change: Callable[..., EpisodicConfig]) -> None:
+    """Make a preset known that changes another one for another algorithm."""
+    PRESETS[name] = lambda *task: change(PRESETS[of](*task))
+    VARIANT_OF[name] = of
+
+
+add_variant("metaworld-bbrl", "metaworld-paper", _metaworld_bbrl)
+add_variant("metaworld-bbrl-quick", "metaworld-quick", _metaworld_bbrl)
+add_variant("box-pushing-dense-bbrl", "box-pushing-dense-paper", _box_bbrl)
+add_variant("box-pushing-dense-bbrl-quick", "box-pushing-dense-quick", _box_bbrl)
+add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", _box_bbrl)
+add_variant("hopper-jump-bbrl", "hopper-jump-paper", _hopper_bbrl)
+add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", _hopper_bbrl)
+add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", _hopper_bbrl)
+add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", _hopper_bbrl)
+add_variant("table-tennis-bbrl", "table-tennis-paper", _table_tennis_bbrl)
+add_variant("table-tennis-bbrl-quick", "table-tennis-quick", _table_tennis_bbrl)
+
+
+def preset(name: str) -> EpisodicConfig:
+    """The configuration of a name in `PRESETS`, or what your own function "package.module:function" returns.
+
+    Meta-World presets take a task after a colon: "metaworld-paper:reach-v3".
+
+    Raises:
+        ConfigError: an unknown name; the message names the nearest known one.
+
+    Example:
+        >>> preset("hopper-jump-paper").episodes
+        64
+        >>> preset("metaworld-paper:reach-v3").env_id
+        'tether/MetaWorld-reach-v3'
+    """
+    base, colon, task = name.partition(":")
+    if colon and (base in PRESETS or "-" in base):
+        build = look_up(base, PRESETS, "preset")
+        if not base.startswith("metaworld"):
+            raise ConfigError(f"{base} has no tasks to choose from; got {name!r}.")
+        config = build(task)
+    else:
+        config = look_up(name, PRESETS, "preset")()
+    if not isinstance(config, EpisodicConfig):
+        raise ConfigError(f"The preset {name!r} is {config!r}, which is no EpisodicConfig.")
+    return config
+
+
+def preset_for(name: str, algo: str) -> str | None:
+    """The preset for another algorithm on the same task and budget, None where there is none.
+
+    >>> preset_for("hopper-jump-quick", "bbrl"), preset_for("metaworld-bbrl:reach-v3", "tce")
+    ('hopper-jump-bbrl-quick', 'metaworld-paper:reach-v3')
+    """
+    base, colon, task = name.partition(":")
+    first = VARIANT_OF.get(base, base)
+    family = [first, *(name for name, of in VARIANT_OF.items() if of == first)] if first in PRESETS else []
+    return next((f"{name}{colon}{task}" for name in family if PRESETS[name]().algo == algo), None)
+
+
+def choose(
+    preset_name: str | None = None, env: str | None = None, algo: str | None = None
+) -> tuple[str | None, EpisodicConfig]:
+    """The preset and the settings meant by the name of a preset, an environment or an algorithm, or several.
+
+    An environment alone takes its paper preset; without either it is the quick demo, `DEFAULT_PRESET`. An
+    algorithm takes the preset's own variant for it. Where there is none, it takes the preset's
+    environment, motion and budget (and all settings that the two algorithms share), and its own
+    defaults for the rest.
+
+    Raises:
+        ConfigError: an unknown preset or algorithm, or an environment that is not the preset's.
+
+    >>> choose("hopper-jump-quick", algo="bbrl")[0]
+    'hopper-jump-bbrl-quick'
+    >>> choose(env="tether/MetaWorld-reach-v3")[0]
+    'metaworld-paper:reach-v3'
+    """
+    algorithm = find_algorithm(algo or EpisodicConfig.algo)
+    if preset_name is None:
+        preset_name = DEFAULT_PRESET if env is None else _paper_preset(env)
+    if preset_name is None:
+        assert env is not None
+        return None, algorithm.config_type(env, algo=algo or EpisodicConfig.algo)
+    config = preset(preset_name)
+    if algo is not None and config.algo != algo:
+        variant = preset_for(preset_name, algo)
+        if variant is not None:
+            preset_name, config = variant, preset(variant)
+        else:
+            shared = next(kind for kind in algorithm.config_type.__mro__ if isinstance(config, kind))
+            values = {f.name: getattr(config, f.name) for f in dataclasses.fields(shared)}
+            config = algorithm.config_type(**values | {"algo": algo})
+    if env is not None and config.env_id != env:
+        raise ConfigError(
+            f"The preset {preset_name!r} is for {config.env_id}, not for {env}. Give only one of the two."
+        )
+    return preset_name, config
+
+
+def _paper_preset(env: str) -> str | None:
+    if env.startswith("tether/MetaWorld-"):
+        return f"metaworld-paper:{env.removeprefix('tether/MetaWorld-')}"
+    return next((n for n in PRESETS if n.endswith("-paper") and preset(n).env_id == env), None)

@@ -34,7 +34,7 @@ class ProDMPConfig:
     """Shape and scaling of the motions."""
 
     num_basis: int = 5
-    """nb, basis functions a degree of freedom; each also has a goal, so W = D (nb + 1)."""
+    """Basis functions per degree of freedom (nb); with its goal there are W = D (nb + 1) weights."""
 
     tau: float = 1.0
     """Time constant in seconds: how long the motion takes to unfold."""
@@ -46,16 +46,16 @@ class ProDMPConfig:
     """Narrowness of the basis functions relative to their distance."""
 
     weights_scale: float = 1.0
-    """What a weight of 1 does to the position, at the peak of its basis function."""
+    """How far a weight of 1 moves the position, at the peak of its basis function."""
 
     goal_scale: float = 1.0
-    """What a goal weight of 1 does to the goal."""
+    """How far a goal weight of 1 moves the goal."""
 
     relative_goal: bool = False
-    """Whether the goal is an offset from the initial position."""
+    """Measure the goal from the initial position."""
 
     delay: float = 0.0
-    """Seconds the initial position is held before the motion starts."""
+    """Seconds for which the initial position is held before the motion starts."""
 
     alpha_phase: float = 3.0
     """Decay of the phase x = exp(-alpha_phase t / tau)."""

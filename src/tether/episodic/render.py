@@ -1,7 +1,7 @@
 """Films motions without a screen: the untrained policy beside the trained one, as mp4 or gif.
 
-Pictures are made in a process of their own. MuJoCo chooses its OpenGL when it is first imported, long before
-anybody thinks of pictures, and a driver that crashes must not take a training run with it.
+Pictures are made in a process of their own: MuJoCo chooses its OpenGL when it is first imported, long before
+pictures are wanted, and a graphics driver that crashes must not end a training run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tether.episodic.adapters import Episode, FloatArray, check_trajectory, make_position_controlled
-from tether.errors import (
-    ConfigError,
-    InvalidInputError,
-    MissingDependencyError,
-    SimulationError,
-    TetherError,
-)
+from tether.episodic.adapters import check_trajectory
+from tether.episodic.environments import make_position_controlled
+from tether.episodic.episodes import Episode, FloatArray
+from tether.episodic.workers import environment_variables
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SimulationError, TetherError
 
 Picture = NDArray[np.uint8]
 
@@ -91,22 +88,25 @@ def render_motions(
         MissingDependencyError: no OpenGL that works without a screen; the message says what to install.
         SimulationError: the simulator or the process that takes the pictures failed.
     """
-    path = Path(out)
+    path, film, options = Path(out), film or Film(), dict(env_options or {})
     if path.suffix not in FORMATS:
         raise ConfigError(f"A film is written as one of {FORMATS}; got {path.name!r}.")
     if not motions:
         raise InvalidInputError("There is no motion to render.")
-    film, options = film or Film(), dict(env_options or {})
     arrays = {
         caption: (np.asarray(positions, dtype=np.float64), np.asarray(velocities, dtype=np.float64))
         for caption, (positions, velocities) in motions.items()
     }
-    _check(env_id, options, arrays)
+    with make_position_controlled(env_id, **options) as env:  # refused before a process is started
+        if "rgb_array" not in env.env.unwrapped.metadata.get("render_modes", []):
+            raise ConfigError(f"{env_id} has no pictures: its render_modes lack 'rgb_array'.")
+        for positions, velocities in arrays.values():
+            check_trajectory(env.spec, positions, velocities)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(suffix=path.suffix, prefix=".film-", dir=path.parent)
     os.close(handle)
     try:
-        _run_with_some_opengl(_Task(env_id, options, arrays, seed, film, scratch))
+        _run_with_some_opengl(env_id, options, arrays, seed, film, Path(scratch))
         with open(scratch, "rb") as written:
             os.fsync(written.fileno())
         os.chmod(scratch, 0o644)
@@ -116,26 +116,8 @@ def render_motions(
     return path
 
 
-@dataclass(frozen=True)
-class _Task:
-    env_id: str
-    env_options: dict[str, Any]
-    motions: dict[str, tuple[FloatArray, FloatArray]]
-    seed: int
-    film: Film
-    out: str
-
-
-# What happens in the parent.
-
-
-def _check(env_id: str, options: dict[str, Any], motions: dict[str, tuple[FloatArray, FloatArray]]) -> None:
-    """Refuse what cannot be rendered before a process is started."""
-    with make_position_controlled(env_id, **options) as env:
-        if "rgb_array" not in env.env.unwrapped.metadata.get("render_modes", []):
-            raise ConfigError(f"{env_id} has no pictures: its render_modes lack 'rgb_array'.")
-        for positions, velocities in motions.values():
-            check_trajectory(env.spec, positions, velocities)
+class _NoOpenGLError(Exception):
+    """A way to reach OpenGL does not work on this computer; the next one is tried."""
 
 
 def opengl_candidates() -> list[str | None]:
@@ -145,15 +127,13 @@ def opengl_candidates() -> list[str | None]:
     return ["egl", "osmesa"] if sys.platform == "linux" else [None]
 
 
-def _run_with_some_opengl(task: _Task) -> None:
+def _run_with_some_opengl(env_id: str, *arguments: Any) -> None:
     refusals = []
     for candidate in opengl_candidates():
-        answer = _run_in_child(task, candidate)
-        if not isinstance(answer, _NoOpenGL):
-            if answer is not None:
-                raise answer
-            return
-        refusals.append(f"{candidate or 'default'}: {answer.reason}")
+        try:
+            return _run_in_child(candidate, env_id, *arguments)
+        except _NoOpenGLError as error:
+            refusals.append(f"{candidate or 'default'}: {error}")
     raise MissingDependencyError(
         f"No OpenGL that works without a screen was found ({'; '.join(refusals)}). On Debian or Ubuntu: "
         "apt-get install libegl1 libgl1-mesa-dri (EGL, also what NVIDIA's driver offers) or libosmesa6; then "
@@ -161,83 +141,72 @@ def _run_with_some_opengl(task: _Task) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _NoOpenGL:
-    reason: str
-
-
-def _run_in_child(task: _Task, opengl: str | None) -> TetherError | _NoOpenGL | None:
+def _run_in_child(opengl: str | None, env_id: str, *arguments: Any) -> None:
+    """Write the film in a process that reaches OpenGL in the given way; raise what it raised."""
     context = get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    before = os.environ.get("MUJOCO_GL")
-    if opengl is not None:
-        os.environ["MUJOCO_GL"] = opengl
-    try:
-        process = context.Process(target=_serve, args=(theirs, task), name="tether-film", daemon=True)
+    parent_end, child_end = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_serve, args=(child_end, env_id, *arguments), name="tether-film", daemon=True
+    )
+    with environment_variables({"MUJOCO_GL": opengl} if opengl else {}):
         process.start()
-    finally:
-        if before is None:
-            os.environ.pop("MUJOCO_GL", None)
-        else:
-            os.environ["MUJOCO_GL"] = before
-    theirs.close()
-    try:
-        answer: TetherError | _NoOpenGL | None = ours.recv()
-    except EOFError:
-        process.join()
-        return SimulationError(
-            f"{task.env_id}: the process that takes the pictures (MUJOCO_GL={opengl}) ended with exit code "
-            f"{process.exitcode}. If the graphics driver is at fault, try another value of MUJOCO_GL."
-        )
-    finally:
-        ours.close()
+    child_end.close()
+    with parent_end:
+        try:
+            error = parent_end.recv()
+        except EOFError:
+            process.join()
+            error = SimulationError(
+                f"{env_id}: the process that takes the pictures (MUJOCO_GL={opengl}) ended with exit code "
+                f"{process.exitcode}. If the graphics driver is at fault, try another value of MUJOCO_GL."
+            )
     process.join()
-    return answer
+    if error is not None:
+        raise error
 
 
 # What happens in the child.
 
 
-def _serve(link: Connection, task: _Task) -> None:
+def _serve(link: Connection, *arguments: Any) -> None:
     try:
         _probe_opengl()
-    except Exception as error:  # noqa: BLE001 - each backend fails in its own way; the parent reports it
-        link.send(_NoOpenGL(f"{type(error).__name__}: {error}"))
-        return
-    try:
-        _shoot_and_write(task)
-    except TetherError as error:
+        _write_film(*arguments)
+    except (TetherError, _NoOpenGLError) as error:
         link.send(error)
     else:
         link.send(None)
 
 
 def _probe_opengl() -> None:
-    import mujoco
+    try:
+        import mujoco
 
-    context = mujoco.GLContext(16, 16)
-    context.make_current()
-    context.free()
+        context = mujoco.GLContext(16, 16)
+        context.make_current()
+        context.free()
+    except Exception as error:
+        raise _NoOpenGLError(f"{type(error).__name__}: {error}") from error
 
 
-def _shoot_and_write(task: _Task) -> None:
-    options = {
-        "render_mode": "rgb_array",
-        "width": task.film.width,
-        "height": task.film.height,
-        **task.env_options,
-    }
+def _write_film(
+    env_id: str,
+    env_options: dict[str, Any],
+    motions: dict[str, tuple[FloatArray, FloatArray]],
+    seed: int,
+    film: Film,
+    out: Path,
+) -> None:
+    picture = {"render_mode": "rgb_array", "width": film.width, "height": film.height}
     columns = []
-    with make_position_controlled(task.env_id, **options) as env:
-        camera = _Filming(env.env, env.dt * task.film.frames_per_second / task.film.speed)
+    with make_position_controlled(env_id, **picture | env_options) as env:
+        camera = _Filming(env.env, env.dt * film.frames_per_second / film.speed)
         env.env = camera
-        for caption, (positions, velocities) in task.motions.items():
-            camera.pictures = []
-            episode = env.execute(task.seed, positions, velocities)
-            columns.append(
-                [_captioned(picture, caption, _verdict(env.headline, episode)) for picture in camera.pictures]
-            )
-    _write(Path(task.out), _side_by_side(columns, task.film), task.film.frames_per_second)
+        for caption, (positions, velocities) in motions.items():
+            episode = env.execute(seed, positions, velocities)
+            verdict = _verdict(env.headline, episode)
+            columns.append([_captioned(picture, caption, verdict) for picture in camera.pictures])
+    _write(out, _side_by_side(columns, film), film.frames_per_second)
 
 
 class _Filming(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -252,17 +221,17 @@ class _Filming(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, **options: Any) -> Any:
         answer = self.env.reset(**options)
         self._steps = 0
-        self.pictures = [self._shoot()]
+        self.pictures = [self._picture()]
         return answer
 
     def step(self, action: Any) -> Any:
         answer = self.env.step(action)
         self._steps += 1
         if int(self._steps * self._frames_per_step) >= len(self.pictures):
-            self.pictures.append(self._shoot())
+            self.pictures.append(self._picture())
         return answer
 
-    def _shoot(self) -> Picture:
+    def _picture(self) -> Picture:
         picture = self.env.render()
         assert isinstance(picture, np.ndarray)
         return picture
@@ -302,14 +271,7 @@ def _side_by_side(columns: list[list[Picture]], film: Film) -> list[Picture]:
 def _write(path: Path, frames: list[Picture], frames_per_second: int) -> None:
     import imageio.v3 as imageio
 
+    options: dict[str, Any] = {"fps": frames_per_second, "codec": "libx264", "macro_block_size": 2}
     if path.suffix == ".gif":
-        imageio.imwrite(path, frames, extension=".gif", duration=1000 / frames_per_second, loop=0)
-    else:
-        imageio.imwrite(
-            path,
-            np.stack(frames),
-            extension=".mp4",
-            fps=frames_per_second,
-            codec="libx264",
-            macro_block_size=2,
-        )
+        options = {"duration": 1000 / frames_per_second, "loop": 0}
+    imageio.imwrite(path, np.stack(frames), extension=path.suffix, **options)

@@ -13,14 +13,13 @@ results do not depend on how many workers there are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tether.episodic.adapters import EnvSpec, check_trajectory
-from tether.episodic.episodes import Episodes, Starts
+from tether.episodic.adapters import check_trajectory
+from tether.episodic.episodes import EnvSpec, Episodes, Starts
 from tether.episodic.workers import InProcess, WorkerPool
 from tether.errors import InvalidInputError
 
@@ -51,11 +50,7 @@ class EpisodeSampler:
     spec: EnvSpec
 
     def __init__(
-        self,
-        env_id: str,
-        num_workers: int = 0,
-        seed: int = 0,
-        env_options: Mapping[str, Any] | None = None,
+        self, env_id: str, num_workers: int = 0, seed: int = 0, env_options: Mapping[str, Any] | None = None
     ) -> None:
         if num_workers < 0:
             raise InvalidInputError(f"num_workers is 0 (this process) or more; got {num_workers}.")
@@ -87,7 +82,9 @@ class EpisodeSampler:
         if num_episodes is not None:
             if num_episodes < 1:
                 raise InvalidInputError(f"num_episodes is at least 1; got {num_episodes}.")
-            chosen = tuple(self._episode_seed(self._drawn + i) for i in range(num_episodes))
+            numbers = range(self._drawn, self._drawn + num_episodes)
+            streams = [np.random.SeedSequence(self._seed, spawn_key=(number,)) for number in numbers]
+            chosen = tuple(int(stream.generate_state(1)[0]) for stream in streams)
         else:
             assert seeds is not None
             chosen = tuple(int(seed) for seed in seeds)
@@ -148,10 +145,5 @@ class EpisodeSampler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _episode_seed(self, number: int) -> int:
-        return int(np.random.SeedSequence(self._seed, spawn_key=(number,)).generate_state(1)[0])

@@ -6,11 +6,10 @@ import time
 
 import torch
 
-from tether.episodic.adapters import EnvSpec
-from tether.episodic.agent import EpisodicAgent, Plan
-from tether.episodic.config import EpisodicConfig
+from tether.episodic.config import OnPolicyConfig
+from tether.episodic.episodes import EnvSpec, Episodes
+from tether.episodic.on_policy import OnPolicyLearner, SampledMotions
 from tether.episodic.policy import WeightDistribution
-from tether.episodic.sampler import Episodes
 from tether.episodic.segments import (
     gae_returns,
     normalised,
@@ -21,7 +20,7 @@ from tether.episodic.segments import (
 from tether.errors import ConfigError
 
 
-class TCE(EpisodicAgent):
+class TCE(OnPolicyLearner):
     """Temporally-correlated episodic RL.
 
     Maximises mean(p(segment) / p_old(segment) A(segment)) over episodes and segments, where p is the
@@ -31,7 +30,7 @@ class TCE(EpisodicAgent):
     Source: TCE (arXiv 2401.11437, algorithm 1).
     """
 
-    def __init__(self, config: EpisodicConfig, spec: EnvSpec) -> None:
+    def __init__(self, config: OnPolicyConfig, spec: EnvSpec) -> None:
         if config.critic.state_stride > spec.horizon:
             raise ConfigError(
                 f"state_stride must be at most {spec.horizon}, the steps of an episode of {spec.env_id}; got "
@@ -50,7 +49,7 @@ class TCE(EpisodicAgent):
         passed = torch.linspace(0.0, 1.0, observations.shape[1], dtype=self.dtype)
         return torch.cat((observations, passed[:, None].expand(*observations.shape[:2], 1)), dim=-1)
 
-    def update(self, plan: Plan, episodes: Episodes, progress: float) -> dict[str, float]:
+    def _learn(self, motions: SampledMotions, episodes: Episodes, progress: float) -> dict[str, float]:
         started = time.perf_counter()
         config = self.config.update
         states = self._critic_inputs(episodes)
@@ -60,10 +59,11 @@ class TCE(EpisodicAgent):
             values = self.critic(states)
         targets = gae_returns(rewards, values, gamma=config.gamma, gae_lambda=config.gae_lambda)
         points = self._draw_points()
-        advantages = segment_advantages(
-            rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
+        advantages = normalised(
+            segment_advantages(
+                rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
+            )
         )
-        advantages = normalised(advantages)
         self._set_learning_rates(progress)
         chosen = self._draw_states()
         critic_loss = self.critic.fit(
@@ -76,16 +76,16 @@ class TCE(EpisodicAgent):
 
         def log_probs(distribution: WeightDistribution) -> torch.Tensor:
             return segment_log_probs(
-                plan.weights, distribution.mean, distribution.scale_tril, pair_basis, self.spec.num_dof
+                motions.weights, distribution.mean, distribution.scale_tril, pair_basis, self.spec.num_dof
             )
 
         with torch.no_grad():
-            old = log_probs(plan.distribution)
+            old = log_probs(motions.distribution)
 
         def objective(projected: WeightDistribution) -> torch.Tensor:
             return ((log_probs(projected) - old).exp() * advantages).mean()
 
-        metrics = self._improve_policy(plan, progress, objective)
+        metrics = self._improve_policy(motions, progress, objective)
         return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
 
     def _draw_states(self) -> slice:
@@ -95,7 +95,7 @@ class TCE(EpisodicAgent):
         return slice(first, None, stride)
 
     def _draw_points(self) -> torch.Tensor:
-        """Where this iteration cuts its motions: the offset changes, so that no step is never an end."""
+        """Where this iteration cuts its motions; the offset is drawn, so that every step is one at times."""
         horizon, number = self.spec.horizon, self.config.update.segment_points
         spacing = max(horizon // number, 1)
         offset = int(torch.randint(spacing, (), generator=self.generator))

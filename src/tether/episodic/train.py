@@ -11,27 +11,20 @@ from typing import Any
 
 import torch
 
-from tether.episodic.adapters import EnvSpec
-from tether.episodic.agent import EpisodicAgent
-from tether.episodic.bbrl import BBRL
-from tether.episodic.config import EpisodicConfig, config_from_dict
-from tether.episodic.evaluate import evaluate_agent, mean_of_known
-from tether.episodic.sampler import Episodes, EpisodeSampler
-from tether.episodic.tce import TCE
+from tether.episodic.algorithms import build_learner, config_from_dict
+from tether.episodic.config import EpisodicConfig
+from tether.episodic.episodes import EnvSpec
+from tether.episodic.evaluate import evaluate_learner, mean_of_known
+from tether.episodic.learner import Learner
+from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError
 from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
 
 Report = Callable[[int, dict[str, float]], None]
 
 _STATE_FILE = "state.pt"
-_ALGORITHMS: dict[str, type[EpisodicAgent]] = {"tce": TCE, "bbrl": BBRL}
 # Settings that change no number of a run.
 _MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
-
-
-def build_agent(config: EpisodicConfig, spec: EnvSpec) -> EpisodicAgent:
-    """An untrained agent of the configured algorithm."""
-    return _ALGORITHMS[config.algo](config, spec)
 
 
 def train(
@@ -47,10 +40,8 @@ def train(
 ) -> RunFolder:
     """Train an episodic policy into a run folder.
 
-    Every iteration draws episodes, lets the policy plan a motion for each, runs them and learns from
-    them. Metrics, deterministic evaluations and checkpoints are written as they come. A run that was
-    killed is continued with ``resume=True``, exactly: its files are those of an uninterrupted run,
-    times aside.
+    Metrics, deterministic evaluations and checkpoints are written as they come. A run that was killed is
+    continued with ``resume=True``, exactly: its files are those of an uninterrupted run, times aside.
 
     Args:
         config: the run; see `tether.episodic.presets`.
@@ -68,39 +59,33 @@ def train(
         The run folder, closed.
 
     Raises:
-        ConfigError: an unknown environment, or settings that do not fit it.
+        ConfigError: an unknown environment or algorithm, or settings that do not fit it.
         CheckpointError: the folder holds another run.
         SimulationError: a simulator failed; the message says in which iteration.
     """
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
-    report = report or (lambda step, metrics: None)
     settings = config.as_dict()
     seed = settings.pop("seed")
-    with (
-        EpisodeSampler(config.env_id, config.num_workers, seed, config.env_options) as sampler,
-        RunFolder.create(
-            out,
-            kind="episodic",
-            label=label or config.algo,
-            seed=seed,
-            settings=settings | {"headline": sampler.spec.headline, "torch_threads": torch_threads},
-            resume=resume,
-            may_change=_MAY_CHANGE,
-            tensorboard=tensorboard,
-        ) as run,
-    ):
+    with EpisodeSampler(config.env_id, config.num_workers, seed, config.env_options) as sampler:
         seed_everything(seed)
-        loop = _Loop(build_agent(config, sampler.spec), sampler, run, report)
-        loop.restore()
-        if not run.finished:
-            loop.run(until=config.iterations if until is None else min(until, config.iterations))
+        learner = build_learner(config, sampler.spec)
+        _to_bytes(learner.state())  # what could not be saved is refused before time is spent
+        settings |= {"headline": sampler.spec.headline, "torch_threads": torch_threads}
+        with RunFolder.create(
+            out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
+            resume=resume, may_change=_MAY_CHANGE, tensorboard=tensorboard,
+        ) as run:  # fmt: skip
+            loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
+            loop.restore()
+            if not run.finished:
+                loop.run(until=config.iterations if until is None else min(until, config.iterations))
     return run
 
 
 class _Loop:
-    def __init__(self, agent: EpisodicAgent, sampler: EpisodeSampler, run: RunFolder, report: Report) -> None:
-        self.agent = agent
+    def __init__(self, learner: Learner, sampler: EpisodeSampler, run: RunFolder, report: Report) -> None:
+        self.learner = learner
         self.sampler = sampler
         self.run_folder = run
         self.report = report
@@ -116,12 +101,12 @@ class _Loop:
         if checkpoint is None:
             return
         state = _read_state(checkpoint.path / _STATE_FILE)
-        self.agent.load_state_dict(state["agent"])
+        self.learner.load_state(state["agent"])
         self.sampler.set_random_state(state["sampler"])
         self.done, self.env_steps = checkpoint.step, state["env_steps"]
 
     def run(self, until: int) -> None:
-        config = self.agent.config
+        config = self.learner.config
         if self.done == 0:
             self._evaluate()
         while self.done < until:
@@ -137,43 +122,42 @@ class _Loop:
             self.run_folder.mark_finished()
 
     def _iterate(self) -> dict[str, float]:
-        config = self.agent.config
+        config = self.learner.config
         started = time.perf_counter()
-        starts = self.sampler.reset(config.episodes)
-        plan = self.agent.plan(starts)
-        episodes = self.sampler.execute(plan.positions, plan.velocities)
+        motions = self.learner.act(self.sampler.reset(config.episodes))
+        episodes = self.sampler.execute(motions.positions, motions.velocities)
         sampling_seconds = time.perf_counter() - started
         self.env_steps += episodes.env_steps
-        metrics = self.agent.update(plan, episodes, progress=self.done / config.iterations)
+        self.learner.observe(motions, episodes)
+        metrics = self.learner.update(progress=self.done / config.iterations)
         return {
             "env_steps": self.env_steps,
-            **_describe(episodes),
+            "return_mean": float(episodes.returns.mean()),
+            "success": float(episodes.success.mean()),
+            **{name: mean_of_known(values) for name, values in episodes.extras.items()},
             **metrics,
             "sampling_seconds": sampling_seconds,
         }
 
     def _evaluate(self) -> None:
-        result = evaluate_agent(self.agent, self.sampler, self.agent.config.evaluation_episodes)
+        result = evaluate_learner(self.learner, self.sampler, self.learner.config.evaluation_episodes)
         numbers = {"env_steps": self.env_steps, **result.summary()}
         self.run_folder.log_eval(self.done, **numbers)
         self.report(self.done, numbers)
 
     def _save(self) -> None:
-        config = self.agent.config
         folder = self.run_folder.checkpoint_folder(self.done)
         state = {
-            "agent": self.agent.state_dict(),
+            "agent": self.learner.state(),
             "sampler": self.sampler.random_state(),
             "env_steps": self.env_steps,
         }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        atomic_write_bytes(folder / _STATE_FILE, buffer.getvalue())
-        self.run_folder.mark_complete(self.done, keep=config.keep_checkpoints)
+        atomic_write_bytes(folder / _STATE_FILE, _to_bytes(state))
+        self.run_folder.mark_complete(self.done, keep=self.learner.config.keep_checkpoints)
 
 
-def load_agent(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> EpisodicAgent:
-    """The trained agent of a run folder, at its latest or another checkpoint.
+def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> Learner:
+    """The trained learner of a run folder, at its latest or another checkpoint.
 
     Args:
         run_path: an episodic run.
@@ -193,10 +177,10 @@ def load_agent(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> 
         raise CheckpointError(
             f"{run_path} was trained in {config.env_id}; its motions mean nothing in {spec.env_id}."
         )
-    agent = build_agent(config, spec)
+    learner = build_learner(config, spec)
     chosen = checkpoints[max(checkpoints) if step is None else step]
-    agent.load_state_dict(_read_state(chosen.path / _STATE_FILE)["agent"])
-    return agent
+    learner.load_state(_read_state(chosen.path / _STATE_FILE)["agent"])
+    return learner
 
 
 def load_config(run_path: str | Path) -> EpisodicConfig:
@@ -213,9 +197,18 @@ def load_config(run_path: str | Path) -> EpisodicConfig:
     return config_from_dict(settings | {"seed": config.seed})
 
 
-def _describe(episodes: Episodes) -> dict[str, float]:
-    numbers = {"return_mean": float(episodes.returns.mean()), "success": float(episodes.success.mean())}
-    return numbers | {name: mean_of_known(values) for name, values in episodes.extras.items()}
+def _to_bytes(state: dict[str, Any]) -> bytes:
+    """A state as a file's content, once it is certain that it can be read back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "A checkpoint holds tensors, numbers, strings, and dicts and lists of them; this state holds "
+            f"something else (numpy arrays: torch.from_numpy). {error}"
+        ) from error
+    return buffer.getvalue()
 
 
 def _read_state(path: Path) -> dict[str, Any]:

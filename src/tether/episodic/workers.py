@@ -16,13 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv, Start, make_position_controlled
-from tether.episodic.episodes import Episodes, concatenate_episodes, stack_episodes
+from tether.episodic.adapters import PositionControlledEnv
+from tether.episodic.environments import make_position_controlled
+from tether.episodic.episodes import Episodes, FloatArray, Start, concatenate_episodes, stack_episodes
 from tether.errors import SimulationError, TetherError
+
+# Workers compute on one thread each: their number is what fills the cores.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class InProcess:
-    """The plain way: one environment, one episode after the other."""
+    """Runs episodes in this process, one after the other."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         self._env = make_position_controlled(env_id, **options)
@@ -49,19 +53,14 @@ class WorkerPool:
         self._connections: list[Connection] = []
         context = get_context("spawn")
         try:
-            with _children_on_one_thread(), _children_without_interrupts():
-                for number in range(num_workers):
-                    ours, theirs = context.Pipe()
-                    process = context.Process(
-                        target=_serve,
-                        args=(theirs, env_id, options),
-                        name=f"tether-sampler-{number}",
-                        daemon=True,
-                    )
+            with environment_variables(_ONE_THREAD), _children_without_interrupts():
+                for _ in range(num_workers):
+                    parent_end, child_end = context.Pipe()
+                    process = context.Process(target=_serve, args=(child_end, env_id, options), daemon=True)
                     process.start()
-                    theirs.close()
+                    child_end.close()
                     self._processes.append(process)
-                    self._connections.append(ours)
+                    self._connections.append(parent_end)
             self._answers(range(num_workers))
         except BaseException:
             self.close()
@@ -81,9 +80,9 @@ class WorkerPool:
     def close(self) -> None:
         for link in self._connections:
             link.close()  # a waiting worker reads the end of its pipe and leaves
-        patience = time.monotonic() + 1.0
+        deadline = time.monotonic() + 1.0
         for process in self._processes:
-            process.join(timeout=max(0.0, patience - time.monotonic()))
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             if process.is_alive():  # in the middle of an episode
                 process.kill()
@@ -107,7 +106,7 @@ class WorkerPool:
         return self._answers(list(requests))
 
     def _answers(self, workers: Sequence[int]) -> list[Any]:
-        """One answer of each worker, in order; whoever dies meanwhile is noticed at once."""
+        """The answer of each worker, in order; a worker that dies is reported at once."""
         answers: dict[int, Any] = {}
         failures: list[TetherError] = []
         waiting = {self._connections[worker]: worker for worker in workers}
@@ -131,7 +130,7 @@ class WorkerPool:
         return [answers[worker] for worker in workers]
 
     def _fail(self, worker: int, cause: BaseException | None) -> None:
-        """A worker is gone: close the rest and say how it ended."""
+        """Close the pool and raise how the worker that is gone ended."""
         process = self._processes[worker]
         process.join(timeout=5.0)
         code = process.exitcode
@@ -148,24 +147,22 @@ class WorkerPool:
 
 
 @contextmanager
-def _children_on_one_thread() -> Iterator[None]:
-    """Processes started meanwhile compute on one thread each: their number is what fills the cores."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started meanwhile, and put back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 
 @contextmanager
 def _children_without_interrupts() -> Iterator[None]:
-    """Processes started meanwhile do not die noisily of Ctrl-C while they import; `_serve` takes over."""
+    """Let processes started meanwhile ignore Ctrl-C while they import; `_serve` takes over."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change handlers
         return
@@ -177,7 +174,7 @@ def _children_without_interrupts() -> Iterator[None]:
 
 
 def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
-    """A worker's life: answer requests until the pipe closes."""
+    """What a worker process does: answer requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
     try:
         with make_position_controlled(env_id, **options) as env:

@@ -39,6 +39,9 @@ class GaussianProjection:
     """Where the mean's bound was exceeded and the projection acted, bool, the shape of `mean_kl`."""
     cov_projected: Tensor
     """Where the covariance's bound was exceeded and the projection acted, bool, the shape of `cov_kl`."""
+    cov_converged: Tensor
+    """Whether the covariance was inside its bound or ends on it (to a relative 1e-9, in float64), bool, the
+    shape of `cov_kl`. Where not, the solver ran out of steps or digits."""
 
 
 def project_gaussian(
@@ -99,12 +102,19 @@ def project_gaussian(
     distance = _whiten(mean.double() - old_mean.double(), old_scale_tril.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
     factors = _flatten_together(scale_tril, old_scale_tril, 2)
-    factor, cov_kl = project_factor(factors.new, factors.old, cov_bound, method)
-    factor, cov_kl = factors.restore(factor), factors.restore(cov_kl)
+    factor, cov_kl, converged = map(
+        factors.restore, project_factor(factors.new, factors.old, cov_bound, method)
+    )
     if entropy_bound is not None:
         factor = _widen(factor, gaussian_entropy(factor.double()), entropy_bound, factor.shape[-1], 2)
     return GaussianProjection(
-        projected_mean, factor, mean_kl, cov_kl.to(mean_kl.dtype), mean_projected, cov_kl > cov_bound
+        projected_mean,
+        factor,
+        mean_kl,
+        cov_kl.to(mean_kl.dtype),
+        mean_projected,
+        cov_kl > cov_bound,
+        converged,
     )
 
 
@@ -149,13 +159,20 @@ def project_diagonal_gaussian(
     distance = ((mean.double() - old_mean.double()) / old_scale.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
     scales = _flatten_together(scale, old_scale, 1)
-    projected, cov_kl = project_scale(scales.new, scales.old, cov_bound, method)
-    projected, cov_kl = scales.restore(projected), scales.restore(cov_kl)
+    projected, cov_kl, converged = map(
+        scales.restore, project_scale(scales.new, scales.old, cov_bound, method)
+    )
     if entropy_bound is not None:
         entropy = diagonal_gaussian_entropy(projected.double())
         projected = _widen(projected, entropy, entropy_bound, projected.shape[-1], 1)
     return GaussianProjection(
-        projected_mean, projected, mean_kl, cov_kl.to(mean_kl.dtype), mean_projected, cov_kl > cov_bound
+        projected_mean,
+        projected,
+        mean_kl,
+        cov_kl.to(mean_kl.dtype),
+        mean_projected,
+        cov_kl > cov_bound,
+        converged,
     )
 
 

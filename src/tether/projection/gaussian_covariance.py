@@ -26,16 +26,19 @@ from tether.projection.solve import solve_increasing
 # Elements of a block that a CPU core's cache holds together with the temporaries of one evaluation.
 _BLOCK_ELEMENTS = 1 << 17
 
-# Relative tolerance on the divergence, below the 1e-9 that is promised outside.
-_TOLERANCE = 1e-10
+CONVERGED = 1e-9
+"""How far a converged projection's divergence may be from its bound, relative to the bound."""
+
+# The solver aims closer than that.
+_TOLERANCE = CONVERGED / 10
 
 GaussianMethod = Literal["kl", "wasserstein", "frobenius"]
 
 
 def project_factor(
     factor: Tensor, old: Tensor, bound: float, method: GaussianMethod
-) -> tuple[Tensor, Tensor]:
-    """Projected Cholesky factors [N, W, W], and the divergences before, [N] in float64."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected Cholesky factors [N, W, W], the divergences before, [N] in float64, and what converged."""
     if method == "frobenius":
         return _project_frobenius(factor, old, bound)
     if method == "wasserstein":
@@ -43,8 +46,10 @@ def project_factor(
     return _ProjectFactorKL.apply(factor, old, float(bound))
 
 
-def project_scale(scale: Tensor, old: Tensor, bound: float, method: GaussianMethod) -> tuple[Tensor, Tensor]:
-    """Projected standard deviations [N, W], and the divergences before, [N] in float64."""
+def project_scale(
+    scale: Tensor, old: Tensor, bound: float, method: GaussianMethod
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected standard deviations [N, W], the divergences before, [N] in float64, and what converged."""
     if method == "frobenius":
         return _project_frobenius_diagonal(scale, old, bound)
     curve = WassersteinCurve() if method == "wasserstein" else KullbackLeiblerCurve()
@@ -52,7 +57,7 @@ def project_scale(scale: Tensor, old: Tensor, bound: float, method: GaussianMeth
 
 
 class _ProjectFactorKL(torch.autograd.Function):
-    """Cholesky factor [N, W, W] in, Cholesky factor out; also the divergence before, [N], in float64.
+    """Cholesky factor [N, W, W] in and out; also the divergence before, [N] in float64, and what converged.
 
     Where the old covariance is the identity, the new one is R Rᵀ with R = L_o⁻¹ L, its precision K, and the
     geodesic is S⁻¹ = A = (1-s) I + s K. With A = U Uᵀ, U upper triangular, C = U⁻ᵀ is the Cholesky
@@ -65,9 +70,10 @@ class _ProjectFactorKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         output, divergence = factor.clone(), factor.new_empty(factor.shape[0], dtype=torch.float64)
+        converged = torch.ones_like(divergence, dtype=torch.bool)
         saved: list[Tensor] = []
         for block in _blocks(factor):
             old_block, new = old[block].double(), factor[block].double()
@@ -79,12 +85,13 @@ class _ProjectFactorKL(torch.autograd.Function):
             rows = active + block.start
             if active.numel() < new.shape[0]:
                 old_block, new, ratio = old_block[active], new[active], ratio[active]
-            step, root = _step_on_geodesic(torch.cholesky_inverse(ratio), divergence[rows], bound)
+            step, root, reached = _step_on_geodesic(torch.cholesky_inverse(ratio), divergence[rows], bound)
             output[rows] = (old_block @ root).to(output.dtype)
+            converged[rows] = _meets(reached, bound)
             saved += [rows, new, old_block, ratio, step, root]
-        ctx.mark_non_differentiable(divergence)
+        ctx.mark_non_differentiable(divergence, converged)
         ctx.save_for_backward(*saved)
-        return output, divergence
+        return output, divergence, converged
 
     @staticmethod
     @once_differentiable
@@ -113,8 +120,13 @@ def _blocks(factor: Tensor) -> list[slice]:
     return [slice(start, min(start + block, rows)) for start in range(0, rows, block)]
 
 
-def _step_on_geodesic(precision: Tensor, divergence: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """The step [N] that meets the bound from whitened precisions K [N, W, W], and C = chol(S) there.
+def _meets(reached: Tensor, bound: float, tolerance: float = CONVERGED) -> Tensor:
+    """Whether divergences are the bound, up to a relative tolerance."""
+    return (reached / bound - 1).abs() <= tolerance
+
+
+def _step_on_geodesic(precision: Tensor, divergence: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The step [N] that meets the bound from whitened precisions K [N, W, W]; C = chol(S) and its divergence.
 
     Args:
         precision: K.
@@ -142,12 +154,14 @@ def _step_on_geodesic(precision: Tensor, divergence: Tensor, bound: float) -> tu
     step = guess - 2 * (value - (value * bound).sqrt()) / slope
     step = torch.where((step > low) & (step < 1), step, guess)
     inverse = inverse_at(step)
-    if bool(((_kl_of_triangle(inverse) / bound - 1).abs() <= _TOLERANCE).all()):
-        return step, inverse.flip((-1, -2)).mT
+    reached = _kl_of_triangle(inverse)
+    if bool(_meets(reached, bound, _TOLERANCE).all()):
+        return step, inverse.flip((-1, -2)).mT, reached
     # ... and not for a policy that ran far away.
     target, end = torch.full_like(step, bound), torch.ones_like(step)
     step = solve_increasing(divergence_and_slope, target, low, end, step, tolerance=_TOLERANCE)
-    return step, inverse_at(step).flip((-1, -2)).mT
+    inverse = inverse_at(step)
+    return step, inverse.flip((-1, -2)).mT, _kl_of_triangle(inverse)
 
 
 def _bracket_and_guess(change: Tensor, divergence: Tensor, bound: float) -> tuple[Tensor, Tensor]:
@@ -185,7 +199,7 @@ def _half_symmetric(matrix: Tensor) -> Tensor:
 
 
 class _ProjectFactorByCurve(torch.autograd.Function):
-    """Cholesky factor [N, W, W] in, Cholesky factor out; also the divergence before, [N], in float64.
+    """Cholesky factor [N, W, W] in and out; also the divergence before, [N] in float64, and what converged.
 
     With R = L_o⁻¹ L, R Rᵀ = U diag(lam) Uᵀ and S = U diag(v(lam, s)) Uᵀ, the projected factor is
     L_o chol(S): a product of lower triangular matrices, whose second one is close to the identity and so
@@ -195,7 +209,7 @@ class _ProjectFactorByCurve(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, factor: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         old = old.double()
         ratio = torch.linalg.solve_triangular(old, factor.double(), upper=False)
@@ -205,18 +219,21 @@ class _ProjectFactorByCurve(torch.autograd.Function):
             divergence = curve.divergence(torch.linalg.svdvals(ratio).square())
         rows = (divergence > bound).nonzero().squeeze(-1)
         output = factor.clone()
+        converged = torch.ones_like(divergence, dtype=torch.bool)
         ctx.curve, ctx.rows = curve, rows
-        ctx.mark_non_differentiable(divergence)
+        ctx.mark_non_differentiable(divergence, converged)
         if rows.numel() == 0:
-            return output, divergence
+            return output, divergence, converged
         ratio, old = ratio[rows], old[rows]
         lam, basis = _eigen(ratio)
         step = curve.step(lam, torch.full_like(lam[:, 0], bound))
-        inner = (basis * curve.ratios(lam, step)[:, None, :]) @ basis.mT
+        ratios = curve.ratios(lam, step)
+        inner = (basis * ratios[:, None, :]) @ basis.mT
         root = torch.linalg.cholesky(inner)
         output[rows] = (old @ root).to(output.dtype)
+        converged[rows] = _meets(curve.divergence(ratios), bound)
         ctx.save_for_backward(ratio, old, lam, basis, step, root)
-        return output, divergence
+        return output, divergence, converged
 
     @staticmethod
     @once_differentiable
@@ -244,24 +261,27 @@ class _ProjectScale(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, scale: Tensor, old: Tensor, curve: CovarianceCurve, bound: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         old = old.double()
         ratio = scale.double() / old
         divergence = curve.divergence(ratio.square())
         rows = (divergence > bound).nonzero().squeeze(-1)
         output = scale.clone()
+        converged = torch.ones_like(divergence, dtype=torch.bool)
         ctx.curve, ctx.rows = curve, rows
-        ctx.mark_non_differentiable(divergence)
+        ctx.mark_non_differentiable(divergence, converged)
         if rows.numel() == 0:
-            return output, divergence
+            return output, divergence, converged
         ratio, old = ratio[rows], old[rows]
         lam = ratio.square()
         step = curve.step(lam, torch.full_like(lam[:, 0], bound))
-        root = curve.ratios(lam, step).sqrt()
+        ratios = curve.ratios(lam, step)
+        root = ratios.sqrt()
         output[rows] = (old * root).to(output.dtype)
+        converged[rows] = _meets(curve.divergence(ratios), bound)
         ctx.save_for_backward(ratio, old, step, root)
-        return output, divergence
+        return output, divergence, converged
 
     @staticmethod
     @once_differentiable
@@ -294,8 +314,8 @@ def _cholesky_gradient(root: Tensor, grad_root: Tensor) -> Tensor:
     return 0.5 * (grad + grad.mT)
 
 
-def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Interpolated covariances; the distance grows linearly with the step, so there is nothing to solve."""
+def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Interpolated covariances; the distance grows with the square of the step: nothing to solve."""
     old_cov = old.double() @ old.double().mT
     change = factor.double() @ factor.double().mT - old_cov
     distance = change.square().sum((-1, -2))
@@ -303,10 +323,11 @@ def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tenso
     step = (bound / torch.where(active, distance, 1.0)).sqrt()
     step = torch.where(active, step, 0.0)[:, None, None]
     projected = torch.linalg.cholesky(old_cov + step * change)
-    return torch.where(active[:, None, None], projected.to(factor.dtype), factor), distance.detach()
+    output = torch.where(active[:, None, None], projected.to(factor.dtype), factor)
+    return output, distance.detach(), torch.ones_like(active)
 
 
-def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     old_variance = old.double().square()
     change = scale.double().square() - old_variance
     distance = change.square().sum(-1)
@@ -314,7 +335,8 @@ def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tup
     step = (bound / torch.where(active, distance, 1.0)).sqrt()
     step = torch.where(active, step, 0.0)[:, None]
     projected = (old_variance + step * change).sqrt()
-    return torch.where(active[:, None], projected.to(scale.dtype), scale), distance.detach()
+    output = torch.where(active[:, None], projected.to(scale.dtype), scale)
+    return output, distance.detach(), torch.ones_like(active)
 
 
 def _kl_of_triangle(ratio: Tensor) -> Tensor:

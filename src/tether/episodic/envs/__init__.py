@@ -1,49 +1,36 @@
-"""Robot environments behind gymnasium. Importing this module registers them.
+"""Robot environments behind gymnasium. Importing this package registers them, and imports none of them.
 
 ``gymnasium.make("tether.episodic.envs:tether/HopperJump-v0")`` imports it by itself.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium
 
-from tether.episodic.adapters import register_adapter
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 
-_HERE = "tether.episodic.envs"
+_SPARSE_HOPPER = {"sparse": True, "height_weight": 10.0, "landing_weight": 2.0, "healthy_reward": 2.0}
 
-
-def _register(name: str, module: str, env: str, adapter: str, horizon: int, **options: object) -> None:
-    env_id = f"tether/{name}"
-    gymnasium.register(
-        env_id, entry_point=f"{_HERE}.{module}:{env}", max_episode_steps=horizon, kwargs=dict(options)
-    )
-    register_adapter(env_id, f"{_HERE}.{module}:{adapter}")
-
-
-_register("PointReach-v0", "point_reach", "PointReachEnv", "PointReachAdapter", horizon=50)
-_register("HopperJump-v0", "hopper_jump", "HopperJumpEnv", "HopperJumpAdapter", horizon=250)
-_register(
-    "HopperJumpSparse-v0",
-    "hopper_jump",
-    "HopperJumpEnv",
-    "HopperJumpAdapter",
-    horizon=250,
-    sparse=True,
-    height_weight=10.0,
-    landing_weight=2.0,
-    healthy_reward=2.0,
-)
-_register("BoxPushingDense-v0", "box_pushing", "BoxPushingEnv", "BoxPushingAdapter", horizon=100)
-for _name, _reward in (("Sparse", "sparse"), ("SpatiallySparse", "spatially_sparse")):
-    _register(
-        f"BoxPushing{_name}-v0",
-        "box_pushing",
-        "BoxPushingEnv",
-        "BoxPushingAdapter",
-        horizon=100,
-        reward=_reward,
-    )
-_register("TableTennis-v0", "table_tennis", "TableTennisEnv", "TableTennisAdapter", horizon=300)
+# id -> module, the first part of its classes' names (FooEnv and FooAdapter), steps of an episode, keywords
+_TABLE: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "tether/PointReach-v0": ("point_reach", "PointReach", 50, {}),
+    "tether/HopperJump-v0": ("hopper_jump", "HopperJump", 250, {}),
+    "tether/HopperJumpSparse-v0": ("hopper_jump", "HopperJump", 250, _SPARSE_HOPPER),
+    "tether/BoxPushingDense-v0": ("box_pushing", "BoxPushing", 100, {}),
+    "tether/BoxPushingSparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "sparse"}),
+    "tether/BoxPushingSpatiallySparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "spatially_sparse"}),
+    "tether/TableTennis-v0": ("table_tennis", "TableTennis", 300, {}),
+}
 for _task in META_WORLD_TASKS:
-    _register(f"MetaWorld-{_task}", "meta_world", "MetaWorldEnv", "MetaWorldAdapter", horizon=500, task=_task)
+    _TABLE[f"tether/MetaWorld-{_task}"] = ("meta_world", "MetaWorld", 500, {"task": _task})
+
+BUILT_IN_ADAPTERS: dict[str, str] = {}
+"""Environment id -> where the class is that runs trajectories in it, "package.module:Class"."""
+
+for _id, (_module, _name, _steps, _options) in _TABLE.items():
+    gymnasium.register(
+        _id, entry_point=f"{__name__}.{_module}:{_name}Env", max_episode_steps=_steps, kwargs=_options
+    )
+    BUILT_IN_ADAPTERS[_id] = f"{__name__}.{_module}:{_name}Adapter"

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tether.episodic.adapters import FloatArray
+from tether.episodic.episodes import FloatArray
 from tether.errors import InvalidInputError
 
 

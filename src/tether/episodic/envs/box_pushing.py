@@ -12,11 +12,11 @@ import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, solve_inverse_kinematics
 from tether.episodic.envs.rotations import rotation_distance
-from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError
 
 BoxReward = Literal["dense", "sparse", "spatially_sparse"]
@@ -142,9 +142,10 @@ class BoxPushingEnv(MujocoTaskEnv):
         )
 
 
-class BoxPushingAdapter(PositionControlledEnv):
+class BoxPushingAdapter(JointAdapter):
     """The seven joints follow the trajectory; context: the target's pose, and what else is random."""
 
+    joints = slice(7)
     num_dof = 7
     horizon = BoxPushingEnv.horizon
     dt = 0.02
@@ -156,17 +157,6 @@ class BoxPushingAdapter(PositionControlledEnv):
 
     def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
         super().__init__(env, env_id, **options)
-        pushing = env.unwrapped
-        assert isinstance(pushing, BoxPushingEnv)
+        assert isinstance(env.unwrapped, BoxPushingEnv)
         target = tuple(range(21, 28))
-        self.context_indices = (*range(7), *range(14, 21), *target) if pushing.random_init else target
-        self._positions, self._velocities = pushing.data.qpos[:7], pushing.data.qvel[:7]  # views
-
-    def joint_positions(self) -> FloatArray:
-        return self._positions
-
-    def joint_velocities(self) -> FloatArray:
-        return self._velocities
-
-    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)
+        self.context_indices = (*range(7), *range(14, 21), *target) if env.unwrapped.random_init else target

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
 from tether.episodic.controllers import PDController
-from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 
 _START_HEIGHT = 1.5
 _NOT_LANDED = 5.0
@@ -111,7 +110,8 @@ class HopperJumpEnv(MujocoTaskEnv):
         """The first floor contact after the foot has touched the floor and left it again."""
         if self._landed:
             return
-        contact = self._foot_on_floor()
+        pairs = self.data.contact.geom
+        contact = any({int(first), int(second)} == self._foot_and_floor for first, second in pairs)
         if not self._touched:
             self._touched = contact
         elif not self._jumped:
@@ -120,10 +120,6 @@ class HopperJumpEnv(MujocoTaskEnv):
             self._landed = True
             self._landing_distance = distance
 
-    def _foot_on_floor(self) -> bool:
-        pairs = self.data.contact.geom
-        return any({int(first), int(second)} == self._foot_and_floor for first, second in pairs)
-
     def _observation(self) -> FloatArray:
         foot_to_mark = self.data.site_xpos[self._foot_site] - self._goal
         velocities = np.clip(self.data.qvel, -10.0, 10.0)
@@ -131,9 +127,10 @@ class HopperJumpEnv(MujocoTaskEnv):
         return np.concatenate([self.data.qpos, velocities, foot_to_mark, self._goal[:1], memory])
 
 
-class HopperJumpAdapter(PositionControlledEnv):
+class HopperJumpAdapter(JointAdapter):
     """The three joints follow the trajectory; context: their start angles and the mark."""
 
+    joints = slice(3, 6)
     num_dof = 3
     horizon = HopperJumpEnv.horizon
     dt = 0.008
@@ -141,18 +138,3 @@ class HopperJumpAdapter(PositionControlledEnv):
     headline = "max_height"
     extra_names = ("max_height", "goal_distance", "landing_distance")
     controller = PDController(position_gains=1.0, velocity_gains=0.1)
-
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
-        hopper = env.unwrapped
-        assert isinstance(hopper, HopperJumpEnv)
-        self._positions, self._velocities = hopper.data.qpos[3:6], hopper.data.qvel[3:6]  # views
-
-    def joint_positions(self) -> FloatArray:
-        return self._positions
-
-    def joint_velocities(self) -> FloatArray:
-        return self._velocities
-
-    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)

@@ -13,11 +13,12 @@ import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import MocapController
 from tether.episodic.envs.actions import checked_action
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 from tether.episodic.envs.simulation import Camera, raise_on_warnings
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError
 
 
@@ -57,8 +58,8 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.simulation.seeded_rand_vec = True
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (39,), dtype=np.float64)
-        self._pictures = Camera(self.simulation.model, render_mode, width, height, camera)
-        self._camera = camera
+        self._camera = Camera(self.simulation.model, render_mode, width, height, camera)
+        self._mounted_upside_down = camera.startswith("corner")
         self._steps = 0
 
     def reset(
@@ -81,27 +82,19 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self._steps += 1
         raise_on_warnings(self.simulation.data, f"Meta-World {self.task}", self._steps)
         success = bool(info["success"])
-        report = {
-            "success": success,
-            "success_at_end": success,
-            "object_to_target": float(info["obj_to_target"]),
-        }
-        return (
-            np.asarray(observation, dtype=np.float64),
-            float(reward),
-            False,
-            self._steps >= self.horizon,
-            report,
-        )
+        distance = float(info["obj_to_target"])
+        report = {"success": success, "success_at_end": success, "object_to_target": distance}
+        state = np.asarray(observation, dtype=np.float64)
+        return state, float(reward), False, self._steps >= self.horizon, report
 
     def render(self) -> NDArray[np.uint8]:
         """A picture [height, width, 3], with the table downside down."""
-        picture = self._pictures.shoot(self.simulation.data)
-        return picture[::-1, ::-1] if self._camera.startswith("corner") else picture  # mounted upside down
+        picture = self._camera.picture(self.simulation.data)
+        return picture[::-1, ::-1] if self._mounted_upside_down else picture
 
     def close(self) -> None:
         """Release simulator and picture buffers."""
-        self._pictures.close()
+        self._camera.close()
         self.simulation.close()
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
+from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.actions import checked_action
+from tether.episodic.episodes import FloatArray
 
 
 class PointReachEnv(gymnasium.Env[FloatArray, FloatArray]):
@@ -46,13 +47,8 @@ class PointReachEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.velocity = self.velocity + self.dt * force
         self.position = self.position + self.dt * self.velocity
         distance = float(np.linalg.norm(self.position - self._goal))
-        return (
-            self._observation(),
-            -distance,
-            False,
-            False,
-            {"success": distance < 0.05, "distance": distance},
-        )
+        report = {"success": distance < 0.05, "distance": distance}
+        return self._observation(), -distance, False, False, report
 
     def _observation(self) -> FloatArray:
         return np.concatenate([self._goal, self.position, self.velocity])

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tether.episodic.adapters import FloatArray
+from tether.episodic.episodes import FloatArray
 
 
 def rotation_distance(first: FloatArray, second: FloatArray) -> float:

@@ -11,8 +11,10 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.episodic.adapters import FloatArray
+from tether.episodic.adapters import PositionControlledEnv
+from tether.episodic.controllers import PDController
 from tether.episodic.envs.actions import checked_action
+from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError, SimulationError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -64,7 +66,7 @@ class Camera:
         self._name = name
         self._renderer: Any = None
 
-    def shoot(self, data: Any) -> NDArray[np.uint8]:
+    def picture(self, data: Any) -> NDArray[np.uint8]:
         """A picture [height, width, 3].
 
         Raises:
@@ -74,16 +76,14 @@ class Camera:
             raise ConfigError("To render, make the environment with render_mode='rgb_array'.")
         if self._renderer is None:
             size = self._model.vis.global_
-            size.offheight, size.offwidth = (
-                max(size.offheight, self._size[0]),
-                max(size.offwidth, self._size[1]),
-            )
+            size.offheight = max(size.offheight, self._size[0])
+            size.offwidth = max(size.offwidth, self._size[1])
             self._renderer = mujoco.Renderer(self._model, *self._size)
             for effect in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
                 self._renderer.scene.flags[effect] = 0  # most of the time without a graphics card
         self._renderer.update_scene(data, -1 if self._name is None else self._name)
-        picture: NDArray[np.uint8] = self._renderer.render()
-        return picture
+        pixels: NDArray[np.uint8] = self._renderer.render()
+        return pixels
 
     def close(self) -> None:
         """Release the buffers."""
@@ -128,7 +128,7 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.frame_skip = frame_skip
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (action_size,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (observation_size,), dtype=np.float64)
-        self._pictures = Camera(self.model, render_mode, width, height, camera)
+        self._camera = Camera(self.model, render_mode, width, height, camera)
         self._steps = 0
 
     @property
@@ -181,8 +181,33 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
         Raises:
             ConfigError: the environment was not made with ``render_mode="rgb_array"``.
         """
-        return self._pictures.shoot(self.data)
+        return self._camera.picture(self.data)
 
     def close(self) -> None:
         """Release the picture buffers."""
-        self._pictures.close()
+        self._camera.close()
+
+
+class JointAdapter(PositionControlledEnv):
+    """Some joints of a MuJoCo robot follow the trajectory by a PD controller."""
+
+    joints: ClassVar[slice]
+    """Where they stand in the simulator's positions and velocities."""
+
+    controller: ClassVar[PDController]
+    """Turns desired positions and velocities into actions."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
+        super().__init__(env, env_id, **options)
+        assert isinstance(env.unwrapped, MujocoTaskEnv)
+        data = env.unwrapped.data
+        self._positions, self._velocities = data.qpos[self.joints], data.qvel[self.joints]  # views
+
+    def joint_positions(self) -> FloatArray:
+        return self._positions
+
+    def joint_velocities(self) -> FloatArray:
+        return self._velocities
+
+    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
+        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)

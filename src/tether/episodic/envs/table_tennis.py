@@ -11,13 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import gymnasium
 import mujoco
 import numpy as np
 
-from tether.episodic.adapters import FloatArray, PositionControlledEnv
 from tether.episodic.controllers import PDController
-from tether.episodic.envs.simulation import MujocoTaskEnv
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
+from tether.episodic.episodes import FloatArray
 from tether.errors import SimulationError
 
 JOINT_LOW = np.array([-2.6, -2.0, -2.8, -0.9, -4.8, -1.6, -2.2])
@@ -158,42 +157,25 @@ def _serve_is_playable(x: float, y: float) -> bool:
     return x + speed * over_net >= 0.05 and x + speed * bounce <= _TABLE_END and abs(y) <= _TABLE_SIDE
 
 
-class TableTennisAdapter(PositionControlledEnv):
+class TableTennisAdapter(JointAdapter):
     """The seven joints follow the trajectory; context: where the ball is served from, and the target.
 
     A trajectory that leaves the joints' range is not run: its reward is minus the mean excess in radians.
     """
 
+    joints = slice(7)
     num_dof = 7
     horizon = TableTennisEnv.horizon
     dt = 0.008
     context_indices = (14, 15, 17, 18)
     extra_names = ("hit_ball", "returned", "landing_error", "broken")
-    refused_extras: ClassVar[Mapping[str, float]] = {
-        "hit_ball": 0.0,
-        "returned": 0.0,
-        "landing_error": _NOT_LANDED,
-        "broken": 0.0,
+    refused_extras: ClassVar[Mapping[str, float]] = dict.fromkeys(extra_names, 0.0) | {
+        "landing_error": _NOT_LANDED
     }
     controller = PDController(
         position_gains=[0.5, 2.0, 1.0, 2.0, 0.5, 2.0, 0.5],
         velocity_gains=[0.05, 0.2, 0.1, 0.2, 0.05, 0.2, 0.05],
     )
-
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
-        robot = env.unwrapped
-        assert isinstance(robot, TableTennisEnv)
-        self._positions, self._velocities = robot.data.qpos[:7], robot.data.qvel[:7]  # views
-
-    def joint_positions(self) -> FloatArray:
-        return self._positions
-
-    def joint_velocities(self) -> FloatArray:
-        return self._velocities
-
-    def action(self, desired_position: FloatArray, desired_velocity: FloatArray) -> FloatArray:
-        return self.controller(desired_position, desired_velocity, self._positions, self._velocities)
 
     def refusal(self, desired_positions: FloatArray, desired_velocities: FloatArray) -> float | None:
         above = np.maximum(desired_positions - JOINT_HIGH, 0.0)

@@ -10,31 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from tether.episodic.agent import EpisodicAgent, Plan
-from tether.episodic.config import (
-    Algorithm,
-    EpisodicConfig,
-    TrustRegionConfig,
-    UpdateConfig,
-    config_from_dict,
-)
+from tether.episodic.algorithms import build_learner, config_from_dict
+from tether.episodic.config import EpisodicConfig, OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import Critic, CriticConfig
-from tether.episodic.evaluate import evaluate_agent
+from tether.episodic.evaluate import evaluate_learner
+from tether.episodic.on_policy import OnPolicyLearner, SampledMotions
 from tether.episodic.policy import Covariance, PolicyConfig
 from tether.episodic.presets import PRESETS, preset
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import Episodes, EpisodeSampler
 from tether.episodic.segments import gae_returns
-from tether.episodic.train import build_agent
 from tether.errors import CheckpointError, ConfigError, InvalidInputError
 from tether.experiments.files import dump_json, load_json
 
 ENV = "tether/PointReach-v0"
 
 
-def small_config(algo: Algorithm = "tce", **changes: Any) -> EpisodicConfig:
+def small_config(algo: str = "tce", **changes: Any) -> OnPolicyConfig:
     """Seconds on one core."""
-    config = EpisodicConfig(
+    config = OnPolicyConfig(
         env_id=ENV,
         algo=algo,
         iterations=40,
@@ -56,64 +50,77 @@ def sampler() -> Iterator[EpisodeSampler]:
         yield sampler
 
 
-def tried(agent: EpisodicAgent, sampler: EpisodeSampler) -> tuple[Plan, Episodes]:
-    plan = agent.plan(sampler.reset(agent.config.episodes))
-    return plan, sampler.execute(plan.positions, plan.velocities)
+def build(config: OnPolicyConfig, sampler: EpisodeSampler) -> OnPolicyLearner:
+    learner = build_learner(config, sampler.spec)
+    assert isinstance(learner, OnPolicyLearner)
+    return learner
+
+
+def tried(learner: OnPolicyLearner, sampler: EpisodeSampler) -> tuple[SampledMotions, Episodes]:
+    motions = learner.act(sampler.reset(learner.config.episodes))
+    return motions, sampler.execute(motions.positions, motions.velocities)
+
+
+def learn(
+    learner: OnPolicyLearner, motions: SampledMotions, episodes: Episodes, progress: float
+) -> dict[str, float]:
+    learner.observe(motions, episodes)
+    return learner.update(progress)
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
-def test_learns_to_reach_a_point(algo: Algorithm, sampler: EpisodeSampler) -> None:
+def test_learns_to_reach_a_point(algo: str, sampler: EpisodeSampler) -> None:
     """The untrained robot stays at the centre, half a unit from the goal at each of 50 steps."""
     config = small_config(algo, iterations=60 if algo == "tce" else 100)
-    agent = build_agent(config, sampler.spec)
-    before = evaluate_agent(agent, sampler, 32).returns.mean()
+    learner = build(config, sampler)
+    before = evaluate_learner(learner, sampler, 32).returns.mean()
     for iteration in range(config.iterations):
-        agent.update(*tried(agent, sampler), progress=iteration / config.iterations)
-    after = evaluate_agent(agent, sampler, 32).returns.mean()
+        learn(learner, *tried(learner, sampler), iteration / config.iterations)
+    after = evaluate_learner(learner, sampler, 32).returns.mean()
     assert -45 < before < -30
     assert after > -22
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
 def test_a_contextual_covariance_learns_the_task_and_settles_differently_by_context(
-    algo: Algorithm, sampler: EpisodeSampler
+    algo: str, sampler: EpisodeSampler
 ) -> None:
     policy = PolicyConfig((32,), "tanh", contextual_covariance=True, init_std=0.5)
-    agent = build_agent(small_config(algo, policy=policy), sampler.spec)
-    initial = agent.initial_entropy
+    learner = build(small_config(algo, policy=policy), sampler)
+    initial = learner.initial_entropy
     for iteration in range(20):
-        agent.update(*tried(agent, sampler), progress=iteration / 40)
-    entropies = agent.policy(agent.plan(sampler.reset(32)).inputs).entropy()
-    assert evaluate_agent(agent, sampler, 32).returns.mean() > -20  # from -37: the point is half a unit away
+        learn(learner, *tried(learner, sampler), iteration / 40)
+    entropies = learner.policy(learner.act(sampler.reset(32)).inputs).entropy()
+    assert evaluate_learner(learner, sampler, 32).returns.mean() > -20  # from -37: half a unit away
     assert entropies.max() < initial - 1.0
     assert entropies.std() > 0.05
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
-def test_a_motion_that_earned_more_becomes_more_likely(algo: Algorithm, sampler: EpisodeSampler) -> None:
-    agent = build_agent(small_config(algo), sampler.spec)
-    plan, episodes = tried(agent, sampler)
+def test_a_motion_that_earned_more_becomes_more_likely(algo: str, sampler: EpisodeSampler) -> None:
+    learner = build(small_config(algo), sampler)
+    motions, episodes = tried(learner, sampler)
     rewards = np.zeros_like(episodes.rewards)
     rewards[0] = 1.0  # one episode is better than the rest, all along
-    agent.update(plan, replace(episodes, rewards=rewards), progress=0.0)
-    after = agent.policy(plan.inputs).log_prob(plan.weights) - plan.distribution.log_prob(plan.weights)
+    learn(learner, motions, replace(episodes, rewards=rewards), 0.0)
+    after = learner.policy(motions.inputs).log_prob(motions.weights) - motions.distribution.log_prob(
+        motions.weights
+    )
     assert after[0] > 0.5
     assert after[1:].mean() < 0
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])
-def test_contextual_covariances_learn_too(
-    algo: Algorithm, covariance: Covariance, sampler: EpisodeSampler
-) -> None:
+def test_contextual_covariances_learn_too(algo: str, covariance: Covariance, sampler: EpisodeSampler) -> None:
     policy = PolicyConfig((32,), "tanh", covariance=covariance, contextual_covariance=True)
-    agent = build_agent(small_config(algo, policy=policy), sampler.spec)
-    plan, episodes = tried(agent, sampler)
+    learner = build(small_config(algo, policy=policy), sampler)
+    motions, episodes = tried(learner, sampler)
     rewards = np.zeros_like(episodes.rewards)
     rewards[0] = 1.0
-    agent.update(plan, replace(episodes, rewards=rewards), progress=0.0)
-    after = agent.policy(plan.inputs)
-    gain = after.log_prob(plan.weights) - plan.distribution.log_prob(plan.weights)
+    learn(learner, motions, replace(episodes, rewards=rewards), 0.0)
+    after = learner.policy(motions.inputs)
+    gain = after.log_prob(motions.weights) - motions.distribution.log_prob(motions.weights)
     assert gain[0] > 0.5
     assert gain[1:].mean() < 0
     assert after.scale.std(0).max() > 0  # each context has its own by now
@@ -124,17 +131,17 @@ def test_the_first_gradient_is_the_policy_gradient_of_the_segments(sampler: Epis
     gradient descent follows mean(A grad log p(segment)); here p comes from torch.distributions."""
     config = small_config(trust_region=TrustRegionConfig(0.1, 0.02, regression_weight=0.0))
     config = replace(config, update=replace(config.update, epochs=1))
-    agent = build_agent(config, sampler.spec)
-    agent.policy_optimizer = torch.optim.SGD(agent.policy.parameters(), lr=1.0)  # type: ignore[assignment]
-    plan, episodes = tried(agent, sampler)
-    before = [parameter.detach().clone() for parameter in agent.policy.parameters()]
-    draws = agent.generator.get_state()
-    points = agent._draw_points()  # type: ignore[attr-defined]
-    agent.generator.set_state(draws)
+    learner = build(config, sampler)
+    learner.policy_optimizer = torch.optim.SGD(learner.policy.parameters(), lr=1.0)  # type: ignore[assignment]
+    motions, episodes = tried(learner, sampler)
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+    draws = learner.generator.get_state()
+    points = learner._draw_points()  # type: ignore[attr-defined]
+    learner.generator.set_state(draws)
     with torch.no_grad():
-        agent.critic.observe(torch.as_tensor(episodes.observations[:, :-1]))
-        values = agent.critic(torch.as_tensor(episodes.observations[:, :-1]))
-        agent.critic.statistics = type(agent.critic.statistics)(sampler.spec.observation_size)
+        learner.critic.observe(torch.as_tensor(episodes.observations[:, :-1]))
+        values = learner.critic(torch.as_tensor(episodes.observations[:, :-1]))
+        learner.critic.statistics = type(learner.critic.statistics)(sampler.spec.observation_size)
     rewards = torch.as_tensor(episodes.rewards)
     advantages = torch.stack(
         [
@@ -144,11 +151,11 @@ def test_the_first_gradient_is_the_policy_gradient_of_the_segments(sampler: Epis
         dim=1,
     )
     advantages = (advantages - advantages.mean()) / advantages.std()
-    distribution = agent.policy(plan.inputs)
-    basis = agent.basis.positions
+    distribution = learner.policy(motions.inputs)
+    basis = learner.basis.positions
     pairs = [basis[[a, b]] for a, b in zip(points[:-1].tolist(), points[1:].tolist(), strict=True)]
     matrices = [torch.kron(pair, torch.eye(2, dtype=pair.dtype)) for pair in pairs]  # positions by end, joint
-    order = torch.arange(agent.motion.num_weights).reshape(2, -1).mT.flatten()  # weights by basis, joint
+    order = torch.arange(learner.motion.num_weights).reshape(2, -1).mT.flatten()  # weights by basis, joint
     covariance = distribution.scale @ distribution.scale.mT
     covariances = [matrix @ covariance[order][:, order] @ matrix.mT for matrix in matrices]
     ridge = 1e-4 * max(c.diagonal().max().item() for c in covariances)
@@ -157,12 +164,14 @@ def test_the_first_gradient_is_the_policy_gradient_of_the_segments(sampler: Epis
         normal = torch.distributions.MultivariateNormal(
             distribution.mean[:, order] @ matrix.mT, cov + ridge * torch.eye(4, dtype=torch.float64)
         )
-        objective = objective + (advantages[:, s] * normal.log_prob(plan.weights[:, order] @ matrix.mT)).sum()
-    expected = torch.autograd.grad(objective / advantages.numel(), list(agent.policy.parameters()))
-    agent.update(plan, episodes, progress=0.0)
-    agent_moves = [new - old for new, old in zip(agent.policy.parameters(), before, strict=True)]
+        objective = (
+            objective + (advantages[:, s] * normal.log_prob(motions.weights[:, order] @ matrix.mT)).sum()
+        )
+    expected = torch.autograd.grad(objective / advantages.numel(), list(learner.policy.parameters()))
+    learn(learner, motions, episodes, 0.0)
+    moves = [new - old for new, old in zip(learner.policy.parameters(), before, strict=True)]
     factor = config.update.learning_rate  # update() sets the optimiser's learning rate
-    for move, gradient in zip(agent_moves, expected, strict=True):
+    for move, gradient in zip(moves, expected, strict=True):
         assert torch.allclose(move / factor, gradient, atol=1e-8)
 
 
@@ -170,12 +179,12 @@ def test_the_last_reward_moves_the_policy_only_if_asked(sampler: EpisodeSampler)
     def policy_after(last_reward: float, include: bool) -> torch.Tensor:
         config = small_config()
         config = replace(config, update=replace(config.update, include_last_reward=include))
-        agent = build_agent(config, sampler.spec)
+        learner = build(config, sampler)
         sampler.set_random_state({"seed": 0, "episodes_drawn": 0})
-        plan, episodes = tried(agent, sampler)
+        motions, episodes = tried(learner, sampler)
         episodes.rewards[::2, -1] += last_reward
-        agent.update(plan, episodes, progress=0.0)
-        return torch.nn.utils.parameters_to_vector(agent.policy.parameters()).detach()
+        learn(learner, motions, episodes, 0.0)
+        return torch.nn.utils.parameters_to_vector(learner.policy.parameters()).detach()
 
     assert torch.equal(policy_after(0.0, include=False), policy_after(9.0, include=False))
     assert not torch.equal(policy_after(0.0, include=True), policy_after(9.0, include=True))
@@ -184,19 +193,19 @@ def test_the_last_reward_moves_the_policy_only_if_asked(sampler: EpisodeSampler)
 def test_the_network_follows_its_projection(sampler: EpisodeSampler) -> None:
     """With nothing to gain, the regression alone pulls a network outside the region towards its border."""
     config = small_config(update=UpdateConfig(learning_rate=1e-2, epochs=200, segment_points=10))
-    agent = build_agent(config, sampler.spec)
-    plan, episodes = tried(agent, sampler)
+    learner = build(config, sampler)
+    motions, episodes = tried(learner, sampler)
     with torch.no_grad():
-        agent.policy.network[-1].bias += 3.0  # type: ignore[operator, union-attr]
-    before = agent.policy(plan.inputs).kl(plan.distribution)[0]
+        learner.policy.network[-1].bias += 3.0  # type: ignore[operator, union-attr]
+    before = learner.policy(motions.inputs).kl(motions.distribution)[0]
     # Episodes that are all alike have no advantages.
     same = replace(
         episodes,
         rewards=np.ones_like(episodes.rewards),
         observations=np.repeat(episodes.observations[:1], config.episodes, axis=0),
     )
-    agent.update(plan, same, progress=0.0)
-    after = agent.policy(plan.inputs).kl(plan.distribution)[0]
+    learn(learner, motions, same, 0.0)
+    after = learner.policy(motions.inputs).kl(motions.distribution)[0]
     assert (before > 1.0).all()
     assert after.mean() < 0.2
 
@@ -209,10 +218,10 @@ def test_bbrl_leaves_a_covariance_within_the_bound(covariance: str, sampler: Epi
         trust_region=TrustRegionConfig(0.1, 1e-4),
         update=UpdateConfig(learning_rate=3e-2, epochs=20),
     )
-    agent = build_agent(config, sampler.spec)
-    plan, episodes = tried(agent, sampler)
-    metrics = agent.update(plan, episodes, progress=0.0)
-    after = agent.policy(plan.inputs).kl(plan.distribution)[1].item()
+    learner = build(config, sampler)
+    motions, episodes = tried(learner, sampler)
+    metrics = learn(learner, motions, episodes, 0.0)
+    after = learner.policy(motions.inputs).kl(motions.distribution)[1].item()
     assert metrics["kl_cov_part"] > 1e-4
     assert metrics["projected_cov"] == 1.0
     assert after == pytest.approx(1e-4, rel=1e-6)
@@ -226,39 +235,39 @@ def test_entropy_does_not_fall_below_its_scheduled_bound(sampler: EpisodeSampler
         update=UpdateConfig(learning_rate=3e-2, epochs=20),
     )
     for progress, held in ((0.0, True), (1.0, False)):
-        agent = build_agent(config, sampler.spec)
-        plan, episodes = tried(agent, sampler)
+        learner = build(config, sampler)
+        motions, episodes = tried(learner, sampler)
         with torch.no_grad():
-            agent.policy.scale_parameters -= 0.5
-        agent.update(plan, episodes, progress=progress)
-        entropy = agent.policy(plan.inputs).entropy().item()
-        assert (entropy >= agent.initial_entropy - 1e-9) is held
+            learner.policy.scale_parameters -= 0.5
+        learn(learner, motions, episodes, progress)
+        entropy = learner.policy(motions.inputs).entropy().item()
+        assert (entropy >= learner.initial_entropy - 1e-9) is held
 
 
 def test_learning_rates_follow_the_line_to_their_last_fraction(sampler: EpisodeSampler) -> None:
-    agent = build_agent(small_config(), sampler.spec)
-    plan, episodes = tried(agent, sampler)
+    learner = build(small_config(), sampler)
+    motions, episodes = tried(learner, sampler)
     for progress, factor in ((0.0, 1.0), (0.5, 0.505), (1.0, 0.01)):
-        metrics = agent.update(plan, episodes, progress=progress)
+        metrics = learn(learner, motions, episodes, progress)
         assert metrics["learning_rate"] == pytest.approx(3e-3 * factor)
-        assert agent.critic_optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * factor)
+        assert learner.critic_optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * factor)
 
 
 def test_a_deterministic_plan_is_the_mean_and_starts_where_the_robot_is(sampler: EpisodeSampler) -> None:
-    agent = build_agent(small_config(), sampler.spec)
+    learner = build(small_config(), sampler)
     starts = sampler.reset(3)
-    first, second = (agent.plan(starts, deterministic=True) for _ in range(2))
-    assert torch.equal(first.weights, agent.policy(first.inputs).mean)
+    first, second = (learner.act(starts, explore=False) for _ in range(2))
+    assert torch.equal(first.weights, learner.policy(first.inputs).mean)
     assert np.array_equal(first.positions, second.positions)
     assert np.abs(first.positions[:, 0] - starts.positions).max() < 0.01
-    assert not np.allclose(agent.plan(starts).positions, first.positions)
+    assert not np.allclose(learner.act(starts).positions, first.positions)
 
 
 def test_the_policy_sees_what_it_is_configured_to_see(sampler: EpisodeSampler) -> None:
     starts = sampler.reset(2)
     for name, seen in (("observation", starts.observations), ("context", starts.contexts)):
-        agent = build_agent(small_config(policy_input=name), sampler.spec)
-        assert np.array_equal(agent.plan(starts).inputs.numpy(), seen)
+        learner = build(small_config(policy_input=name), sampler)
+        assert np.array_equal(learner.act(starts).inputs.numpy(), seen)
 
 
 def test_critic_fits_a_function_and_normalised_targets_reach_a_large_offset() -> None:
@@ -285,46 +294,46 @@ def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn
     """The first state is drawn anew each iteration; inputs and targets stay together."""
     config = small_config(episodes=3)
     config = replace(config, update=replace(config.update, epochs=1))
-    agent = build_agent(replace(config, critic=replace(config.critic, state_stride=7)), sampler.spec)
+    learner = build(replace(config, critic=replace(config.critic, state_stride=7)), sampler)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         seen.append((inputs, targets))
         return 0.0
 
-    monkeypatch.setattr(agent.critic, "fit", note)
-    plan, episodes = tried(agent, sampler)
+    monkeypatch.setattr(learner.critic, "fit", note)
+    motions, episodes = tried(learner, sampler)
     firsts = set()
     for _ in range(40):
-        agent.update(plan, episodes, progress=0.0)
+        learn(learner, motions, episodes, 0.0)
         inputs, targets = seen.pop()
         states = inputs.reshape(3, -1, sampler.spec.observation_size).numpy()
         first = next(t for t in range(7) if np.array_equal(states, episodes.observations[:, t:50:7]))
         with torch.no_grad():
-            values = agent.critic(torch.as_tensor(episodes.observations[:, :-1]))
+            values = learner.critic(torch.as_tensor(episodes.observations[:, :-1]))
         wanted = gae_returns(torch.as_tensor(episodes.rewards), values)[:, first::7]
         assert torch.allclose(targets.reshape(wanted.shape), wanted)
         firsts.add(first)
     assert firsts == set(range(7))
     with pytest.raises(ConfigError, match=r"state_stride must be at most 50.*got 51"):
-        build_agent(replace(config, critic=replace(config.critic, state_stride=51)), sampler.spec)
+        build(replace(config, critic=replace(config.critic, state_stride=51)), sampler)
     with pytest.raises(ConfigError, match="state_stride is 1"):
         CriticConfig(state_stride=0)
 
 
 def test_state_of_another_environment_algorithm_or_size_is_refused(sampler: EpisodeSampler) -> None:
-    agent = build_agent(small_config(), sampler.spec)
-    state = agent.state_dict()
-    agent.load_state_dict(state)
+    learner = build(small_config(), sampler)
+    state = learner.state()
+    learner.load_state(state)
     with pytest.raises(CheckpointError, match="checkpoint is of algo 'bbrl', but this is 'tce'"):
-        agent.load_state_dict(build_agent(small_config("bbrl"), sampler.spec).state_dict())
+        learner.load_state(build(small_config("bbrl"), sampler).state())
     with pytest.raises(CheckpointError, match="checkpoint is of env_id 'other'"):
-        agent.load_state_dict(state | {"env_id": "other"})
-    wider = build_agent(small_config(policy=PolicyConfig((64,))), sampler.spec)
-    with pytest.raises(CheckpointError, match="networks of other sizes"):
-        agent.load_state_dict(wider.state_dict())
-    with pytest.raises(CheckpointError, match="Not an episodic agent's state"):
-        agent.load_state_dict({"weights": 1})
+        learner.load_state(state | {"env_id": "other"})
+    wider = build(small_config(policy=PolicyConfig((64,))), sampler)
+    with pytest.raises(CheckpointError, match="'policy' does not fit this run"):
+        learner.load_state(wider.state())
+    with pytest.raises(CheckpointError, match="env_id None, but this is 'tether/PointReach-v0'"):
+        learner.load_state({"weights": 1})
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -354,13 +363,13 @@ def test_presets_hold_the_papers_table() -> None:
     ]
 
 
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown preset 'hopper'\. Known: .*hopper-jump-quick"):
+def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown preset 'hopper'\..* Known: .*hopper-jump-quick"):
         preset("hopper")
     with pytest.raises(ConfigError, match="has no tasks"):
         preset("hopper-jump-quick:reach-v3")
-    with pytest.raises(ConfigError, match=r"algo is one of .* got 'ppo'"):
-        EpisodicConfig(ENV, algo="ppo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Unknown algorithm 'ppo'\. Known: bbrl, tce"):
+        build_learner(EpisodicConfig(ENV, algo="ppo"), sampler.spec)
     with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
         EpisodicConfig(ENV, episodes=0)
     with pytest.raises(ConfigError, match="num_workers"):
@@ -376,7 +385,7 @@ def test_impossible_settings_are_refused() -> None:
 
 
 def test_more_cuts_than_steps_are_refused(sampler: EpisodeSampler) -> None:
-    agent = build_agent(small_config(update=UpdateConfig(segment_points=51)), sampler.spec)
-    plan, episodes = tried(agent, sampler)
+    learner = build(small_config(update=UpdateConfig(segment_points=51)), sampler)
+    motions, episodes = tried(learner, sampler)
     with pytest.raises(ConfigError, match="50 steps is cut at 2 to 50 points"):
-        agent.update(plan, episodes, progress=0.0)
+        learn(learner, motions, episodes, 0.0)

@@ -1,0 +1,59 @@
+"""Environments by name: Tether's own, and yours as "package.module:id"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+from tether.episodic.adapters import ADAPTERS, PositionControlledEnv
+from tether.episodic.envs import BUILT_IN_ADAPTERS
+from tether.episodic.names import import_module, look_up, unknown
+from tether.errors import ConfigError, MissingDependencyError
+
+
+def known_env_ids() -> list[str]:
+    """The environments trajectories can be run in, sorted."""
+    return sorted({**BUILT_IN_ADAPTERS, **ADAPTERS})
+
+
+def make_position_controlled(env_id: str, **options: Any) -> PositionControlledEnv:
+    """Build an environment that follows desired trajectories, by name.
+
+    Args:
+        env_id: a registered id; "package.module:id" imports that module first, so that an environment of
+            your own reaches the sampler's worker processes too.
+        options: ``success_rule`` for the adapter, everything else for ``gymnasium.make``.
+
+    Raises:
+        ConfigError: an unknown id; the message names the nearest known one. Or a module that cannot be
+            imported.
+        MissingDependencyError: what the environment needs is not installed.
+
+    >>> import numpy as np
+    >>> with make_position_controlled("tether/PointReach-v0") as env:
+    ...     start = env.reset(seed=1)
+    ...     still = np.tile(start.position, (env.horizon, 1))
+    ...     episode = env.execute(seed=1, desired_positions=still, desired_velocities=0 * still)
+    >>> env.spec.num_dof, env.spec.horizon, episode.observations.shape
+    (2, 50, (51, 6))
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_module(module, env_id)
+    known = {**BUILT_IN_ADAPTERS, **ADAPTERS}
+    if name not in known:
+        raise unknown(env_id, known, "environment")
+    try:
+        adapter = look_up(name, known, "environment")
+    except ConfigError as error:
+        if name not in BUILT_IN_ADAPTERS:
+            raise
+        raise MissingDependencyError(f"{error} pip install 'tether-rl[episodic]' brings it.") from error
+    if not (isinstance(adapter, type) and issubclass(adapter, PositionControlledEnv)):
+        raise ConfigError(
+            f"{env_id} is registered with {adapter!r}, which is no PositionControlledEnv class."
+        )
+    success_rule = options.pop("success_rule", None)
+    env = gymnasium.make(name, disable_env_checker=True, **options)
+    return adapter(env, env_id, success_rule=success_rule)
