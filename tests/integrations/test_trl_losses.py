@@ -185,7 +185,7 @@ def test_options_are_those_of_the_function(name: str) -> None:
         ("dppo", {"divergence": "hellinger"}, "divergence must be one of"),
         ("trm", {"kl_bound": -1.0}, "kl_bound"),
         ("pspo", {"smoothing": 1.0}, "smoothing must lie"),
-        ("reinforce", {}, "no policy loss 'reinforce'"),
+        ("reinforce", {}, "Unknown policy loss 'reinforce'"),
     ],
 )
 def test_options_out_of_range_are_refused_with_their_value(

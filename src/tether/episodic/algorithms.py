@@ -10,8 +10,8 @@ from typing import Any
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.episodes import EnvSpec
 from tether.episodic.learner import Learner
-from tether.episodic.names import look_up
 from tether.errors import ConfigError, did_you_mean
+from tether.names import look_up
 
 ALGORITHMS = {"tce": "tether.episodic.tce:TCE", "bbrl": "tether.episodic.bbrl:BBRL"}
 """Name -> where its `Learner` is; one of your own goes by "package.module:Class" wherever a name does."""

@@ -8,8 +8,8 @@ import gymnasium
 
 from tether.episodic.adapters import ADAPTERS, PositionControlledEnv
 from tether.episodic.envs import BUILT_IN_ADAPTERS
-from tether.episodic.names import import_module, look_up, unknown
 from tether.errors import ConfigError, MissingDependencyError
+from tether.names import import_module, look_up, unknown
 
 
 def known_env_ids() -> list[str]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from tether.episodic.algorithms import find_algorithm
 from tether.episodic.config import EpisodicConfig, OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
-from tether.episodic.names import look_up
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.errors import ConfigError
+from tether.names import look_up
 
 DEFAULT_PRESET = "hopper-jump-quick"
 

@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tether.errors import ConfigError, InvalidInputError
-from tether.losses import LOSSES
+from tether.errors import ConfigError, InvalidInputError, did_you_mean
+from tether.losses import find_loss
 
-#: Given by the trainer, not chosen: what was sampled, the distributions, how tokens are averaged.
+#: Given by the trainer, not chosen, to a loss whose signature asks for it: what was sampled, whole
+#: distributions, random numbers, how tokens are averaged.
 _GIVEN = frozenset({"response_ids", "new", "old", "generator", "loss_agg_mode", "max_response_length"})
-
-# Which settings of a loss make it look at whole distributions.
-_LOOKS_AT_DISTRIBUTIONS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "dppo": lambda chosen: str(chosen["divergence"]).startswith("top-k"),
-    "kl_penalty": lambda chosen: bool(chosen["kl_estimate"] == "exact"),
-    "trm": lambda chosen: bool(chosen["kl_estimate"] == "exact"),
-    "troll": lambda _: True,
-}
 
 
 def loss_options(name: str) -> dict[str, Any]:
-    """The settings a loss of `tether.losses.LOSSES` can be given in a trainer, with their defaults.
+    """The settings a loss can be given in a trainer, with their defaults: the keywords of its signature.
+
+    Args:
+        name: of `tether.losses.LOSSES`, or "package.module:function".
 
     Raises:
-        ConfigError: an unknown loss.
+        ConfigError: an unknown loss, one without what every trainer gives, or a setting without a default.
 
     Example:
         >>> loss_options("ppo_clip")
         {'clip_ratio_low': 0.2, 'clip_ratio_high': 0.2, 'dual_clip': None}
     """
-    if name not in LOSSES:
-        raise ConfigError(f"There is no policy loss {name!r}. Choose one of {', '.join(sorted(LOSSES))}.")
-    parameters = inspect.signature(LOSSES[name]).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _GIVEN}
+    parameters = _keywords(name)
+    lacking = {"loss_agg_mode", "max_response_length"} - parameters.keys()
+    if lacking:
+        raise ConfigError(
+            f"{name} lacks the keywords {', '.join(sorted(lacking))}, which say how tokens are averaged. "
+            "Hand them to tether.losses.aggregate."
+        )
+    chosen = {key: parameter for key, parameter in parameters.items() if key not in _GIVEN}
+    without = [key for key, parameter in chosen.items() if parameter.default is parameter.empty]
+    if without:
+        raise ConfigError(f"{name}'s options {', '.join(without)} need defaults.")
+    return {key: parameter.default for key, parameter in chosen.items()}
+
+
+def given_to(name: str, options: Mapping[str, Any]) -> frozenset[str]:
+    """Which of `response_ids`, `new`, `old` and `generator` a loss with these settings is to be given.
+
+    Example:
+        >>> sorted(given_to("dppo", {"divergence": "top-k-kl"})), sorted(given_to("clip_cov", {}))
+        (['new', 'old'], ['generator'])
+    """
+    needed = _keywords(name).keys() & (_GIVEN - {"loss_agg_mode", "max_response_length"})
+    return frozenset(needed if looks_at_distributions(name, options) else needed - {"new", "old"})
+
+
+def looks_at_distributions(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a loss with these settings needs whole token distributions, not just sampled tokens.
+
+    Example:
+        >>> looks_at_distributions("dppo", {}), looks_at_distributions("dppo", {"divergence": "top-k-kl"})
+        (False, True)
+    """
+    rule = getattr(find_loss(name), "looks_at_distributions", None)
+    return rule({**loss_options(name), **options}) if rule else "new" in _keywords(name)
 
 
 def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
@@ -56,7 +82,7 @@ def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
     for option in options:
         if option not in known:
             has = f"It has {', '.join(known)}." if known else "It has none."
-            raise ConfigError(f"{name} has no option {option!r}. {has}")
+            raise ConfigError(f"{name} has no option {option!r}.{did_you_mean(option, known)} {has}")
     try:
         _try_out(name, {**known, **options})
     except InvalidInputError as error:
@@ -66,24 +92,18 @@ def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} cannot compute with {given} ({error}).") from error
 
 
-def looks_at_distributions(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a loss with these settings needs whole token distributions, not just sampled tokens.
-
-    Example:
-        >>> looks_at_distributions("dppo", {}), looks_at_distributions("dppo", {"divergence": "top-k-kl"})
-        (False, True)
-    """
-    rule = _LOOKS_AT_DISTRIBUTIONS.get(name)
-    return rule is not None and rule({**loss_options(name), **options})
+def _keywords(name: str) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(find_loss(name)).parameters.values()
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def _try_out(name: str, options: Mapping[str, Any]) -> None:
     """Each loss checks its own settings: ask it, about two tokens of a vocabulary of two."""
     log_probs = torch.full((1, 2), 0.5).log()
-    extra: dict[str, Any] = {}
-    if looks_at_distributions(name, options):
-        rows = torch.full((1, 2, 2), 0.5).log()
-        extra = {"new": rows, "old": rows}
-    if name == "troll":
-        extra["response_ids"] = torch.zeros(1, 2, dtype=torch.long)
-    LOSSES[name](log_probs, log_probs, torch.ones(1), torch.ones(1, 2), **options, **extra)
+    rows = torch.full((1, 2, 2), 0.5).log()
+    available = {
+        "response_ids": torch.zeros(1, 2, dtype=torch.long), "new": rows, "old": rows,
+        "generator": torch.Generator(),
+    }  # fmt: skip
+    given = {key: available[key] for key in given_to(name, options)}
+    find_loss(name)(log_probs, log_probs, torch.ones(1), torch.ones(1, 2), **options, **given)

@@ -6,18 +6,18 @@ over tokens and sequences as TRL's `loss_type` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tether.errors import ConfigError
-from tether.integrations.loss_options import check_loss_options, looks_at_distributions
+from tether.integrations.loss_options import check_loss_options, given_to
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import old_support
 from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
-from tether.losses import LOSSES, PolicyLoss, ProjectedTokens
+from tether.losses import PolicyLoss, ProjectedTokens, find_loss
 
 # Far apart, so that neighbouring seeds of a run never share a step's random numbers.
 _SEED_STRIDE = 1_000_003
@@ -28,7 +28,8 @@ class PolicyLossTrainer(ObjectiveTrainer):
 
     Takes the arguments of `GRPOTrainer` and two keywords:
 
-        policy_loss: a name of `LOSSES` other than "troll", whose trainer is `TROLLTrainer`.
+        policy_loss: a name of `tether.losses.LOSSES` other than "troll", whose trainer is `TROLLTrainer`; or
+            where your own is, "package.module:function" (docs/own_loss.md).
         loss_options: its settings, such as {"clip_ratio_high": 0.28}; see
             `tether.integrations.loss_options.loss_options`.
 
@@ -86,12 +87,14 @@ class PolicyLossTrainer(ObjectiveTrainer):
     def _objective(
         self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
     ) -> PolicyLoss:
-        given: dict[str, Any] = {}
-        if looks_at_distributions(self.policy_loss, self.loss_options):
-            given = {"new": evaluation.support, "old": old_support(inputs)}
-        if self.policy_loss == "clip_cov":
-            given["generator"] = self._generator()
-        result = LOSSES[self.policy_loss](
+        available: dict[str, Callable[[], Any]] = {
+            "response_ids": lambda: inputs["completion_ids"],
+            "new": lambda: evaluation.support,
+            "old": lambda: old_support(inputs),
+            "generator": self._generator,
+        }
+        given = {name: available[name]() for name in given_to(self.policy_loss, self.loss_options)}
+        result = find_loss(self.policy_loss)(
             evaluation.log_probs,
             inputs["old_per_token_logps"],
             _weighted_advantages(inputs),

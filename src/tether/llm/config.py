@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tether.errors import ConfigError
-from tether.llm.method_names import OWN_FIELDS, Estimator, TrustRegion, is_loss, method_label
+from tether.llm.method_names import OWN_FIELDS, TRUST_REGIONS, Estimator, is_loss, method_label
+from tether.names import unknown
 
 Support = Literal["exact", "bucket", "paper"]
 Region = Literal["token", "sequence"]
@@ -32,7 +33,7 @@ class TrainConfig:
     task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of the task, such as path for a JSONL file with gsm8k's fields."""
 
-    trust_region: TrustRegion = "troll"
+    trust_region: str = "troll"
     """How an update is kept close to the policy that gathered the data; most are rivals' losses."""
     estimator: Estimator = "grpo"
     """How advantages and the loss are aggregated; gspo uses one ratio a sequence, ppo has a critic."""
@@ -257,11 +258,12 @@ def _check_method(config: TrainConfig) -> None:
     Raises:
         ConfigError: naming the setting and what there is instead.
     """
-    for name, known in (("trust_region", get_args(TrustRegion)), ("estimator", get_args(Estimator))):
-        if getattr(config, name) not in known:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not known. Choose one of {', '.join(known)}."
-            )
+    if config.trust_region not in TRUST_REGIONS and ":" not in config.trust_region:
+        raise unknown(config.trust_region, TRUST_REGIONS, "trust region")
+    if config.estimator not in get_args(Estimator):
+        raise ConfigError(
+            f"estimator={config.estimator!r} is not known. Choose one of {', '.join(get_args(Estimator))}."
+        )
     if is_loss(config.trust_region):
         from tether.integrations.loss_options import check_loss_options  # torch, which others do not need
 

@@ -10,7 +10,8 @@ from typing import Any
 from tether.errors import ConfigError, did_you_mean
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
-from tether.llm.method_names import is_loss, method_label
+from tether.llm.method_names import TRUST_REGIONS, is_loss, method_label
+from tether.names import unknown
 
 Value = int | float | bool | str | None
 
@@ -84,8 +85,15 @@ def parse_method(text: str) -> tuple[str, dict[str, Value]]:
     Example:
         >>> parse_method("dppo:divergence=top-k-kl,ratio_cap=5")
         ('dppo', {'divergence': 'top-k-kl', 'ratio_cap': 5})
+        >>> parse_method("my_losses:square:beta=2")
+        ('my_losses:square', {'beta': 2})
     """
     name, _, rest = text.partition(":")
+    function, _, after = rest.partition(":")
+    if (
+        name not in TRUST_REGIONS and function and "=" not in function
+    ):  # package.module:function, and its settings after another colon
+        name, rest = f"{name}:{function}", after
     settings: dict[str, Value] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
@@ -182,6 +190,8 @@ def _cell(
 
 
 def _own_options(name: str) -> tuple[str, ...]:
+    if name not in TRUST_REGIONS and ":" not in name:
+        raise unknown(name, TRUST_REGIONS, "trust region")
     if not is_loss(name):
         return ()
     from tether.integrations.loss_options import loss_options

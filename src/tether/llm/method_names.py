@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-#: TROLL, TRL's clip, nothing; or a loss of `tether.losses.LOSSES`.
-TrustRegion = Literal[
+#: TROLL, TRL's clip, nothing; and the losses of `tether.losses.LOSSES`. Your own: "package.module:function".
+TRUST_REGIONS = (
     "troll", "clip", "none",
     "cispo", "clip_cov", "dppo", "gmpo", "gspo", "kl_cov", "kl_penalty", "ppo_clip", "pspo", "sapo", "trm",
     "unclipped", "vespo",
-]  # fmt: skip
+)  # fmt: skip
 
 #: GRPO and its averages as TRL has them, GSPO's ratio, and estimators of `tether.advantages`.
 Estimator = Literal[
@@ -28,12 +28,12 @@ _LABELS = {"troll": "TROLL", "clip": "clip", "none": "no trust region"}
 
 
 def is_loss(trust_region: str) -> bool:
-    """Whether a trust region is a loss of `tether.losses`, with options of its own.
+    """Whether a trust region is a loss, of `tether.losses` or your own, with options of its own.
 
     >>> is_loss("dppo"), is_loss("clip")
     (True, False)
     """
-    return trust_region in get_args(TrustRegion) and trust_region not in OWN_FIELDS
+    return trust_region not in OWN_FIELDS
 
 
 def method_label(trust_region: str, loss_options: Mapping[str, Any]) -> str:

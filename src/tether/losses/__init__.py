@@ -20,6 +20,7 @@ from tether.losses.troll import TROLLObjective, troll, troll_objective
 from tether.losses.unclipped import unclipped
 from tether.losses.value_clip import value_clip
 from tether.losses.vespo import vespo
+from tether.names import look_up
 from tether.projection.tokens import ProjectedTokens
 
 #: Every method by its name in configs and reports.
@@ -40,6 +41,21 @@ LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "vespo": vespo,
 }
 
+
+def find_loss(name: str) -> Callable[..., PolicyLoss]:
+    """A loss by its name in `LOSSES`, or your own by where it is: ``"package.module:function"``.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest; or nothing there to import.
+
+    Example:
+        >>> find_loss("gspo") is gspo, find_loss("tether.losses.gmpo:gmpo") is gmpo
+        (True, True)
+    """
+    found: Callable[..., PolicyLoss] = look_up(name, LOSSES, "policy loss")
+    return found
+
+
 __all__ = [
     "LOSSES",
     "LossAggMode",
@@ -50,6 +66,7 @@ __all__ = [
     "cispo",
     "clip_cov",
     "dppo",
+    "find_loss",
     "gmpo",
     "gspo",
     "kl_cov",

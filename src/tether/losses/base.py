@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +19,29 @@ class PolicyLoss:
     """Scalar, differentiable."""
     metrics: dict[str, Tensor]
     """Detached scalars. Divergences and entropies in nats, over the tokens of `response_mask`."""
+
+
+_Loss = TypeVar("_Loss", bound=Callable[..., PolicyLoss])
+
+
+def looks_at_distributions_if(rule: Callable[[Mapping[str, Any]], bool]) -> Callable[[_Loss], _Loss]:
+    """Say of a loss with arguments `new` and `old` under which of its options it needs them.
+
+    A loss whose signature has them without a default always does; one that has neither never. Trainers read
+    this, so that whole distributions are kept and evaluated for those losses alone.
+
+    Example:
+        >>> @looks_at_distributions_if(lambda options: options["kind"] == "exact")
+        ... def loss(log_probs, old_log_probs, advantages, mask, *, kind="sampled", new=None, old=None): ...
+        >>> loss.looks_at_distributions({"kind": "exact"})
+        True
+    """
+
+    def declare(loss: _Loss) -> _Loss:
+        loss.looks_at_distributions = rule  # type: ignore[attr-defined]
+        return loss
+
+    return declare
 
 
 def check_tokens(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss
+from tether.losses.base import PolicyLoss, looks_at_distributions_if
 from tether.losses.divergences import Distribution, outcomes, total_variation
 from tether.losses.tokens import Tokens, check_at_least, read_tokens, weighted_log_likelihood
 from tether.projection import kl_categorical
@@ -22,6 +22,7 @@ Divergence = Literal["binary-tv", "binary-kl", "top-k-tv", "top-k-kl"]
 _USUAL_BOUND = {"binary-tv": 0.15, "top-k-tv": 0.15, "binary-kl": 0.05, "top-k-kl": 0.05}
 
 
+@looks_at_distributions_if(lambda options: str(options["divergence"]).startswith("top-k"))
 def dppo(
     log_probs: Tensor,
     old_log_probs: Tensor,

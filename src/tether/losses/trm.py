@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
-from tether.losses.base import PolicyLoss
+from tether.losses.base import PolicyLoss, looks_at_distributions_if
 from tether.losses.divergences import Distribution, KLEstimate, kl_of_tokens
 from tether.losses.tokens import check_at_least, read_tokens
 from tether.projection.tokens import masked_max, masked_mean
 
 
+@looks_at_distributions_if(lambda options: bool(options["kl_estimate"] == "exact"))
 def trm(
     log_probs: Tensor,
     old_log_probs: Tensor,

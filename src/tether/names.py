@@ -1,4 +1,4 @@
-"""Names of algorithms, presets and environments: built in, or your own as "package.module:name"."""
+"""Names of losses, algorithms, presets and environments: built in, or your own as "package.module:name"."""
 
 from __future__ import annotations
 
