@@ -17,8 +17,9 @@ import pytest
 import tether
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SandboxError
 from tether.llm.sandbox import Program, Sandbox, available_backend, trial
-from tether.llm.sandbox.backends import BACKENDS, without_nested
-from tether.llm.sandbox.syscalls import REFUSED, compiled_filter
+from tether.llm.sandbox.backends import BACKENDS
+from tether.llm.sandbox.syscalls import ALLOWED, compiled_filter
+from tether.llm.sandbox.visible import Visible, without_nested
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_time_before_the_start_does_not_count(sandbox: Sandbox) -> None:
 
 def _its_own_files(sandbox: Sandbox) -> list[str]:
     """What a fresh program finds in its folder: itself, and the interpreter if that lies under /tmp."""
-    interpreter = {path.split("/")[2] for path in sandbox._readable if path.startswith("/tmp/")}
+    interpreter = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
     return sorted({"program.py", *interpreter})
 
 
@@ -286,13 +287,13 @@ def test_the_backend_found_here_contains_a_program() -> None:
 def test_bubblewrap_is_asked_for_the_same_isolation(tmp_path: Path) -> None:
     from tether.llm.sandbox.backends import command
 
-    line = command("bubblewrap", 5, 6, ["/usr/lib"], 1234, root_user=False)
+    line = command("bubblewrap", 5, 6, Visible(["/usr/lib"], [], []), 1234, root_user=False)
     for option in ("--unshare-user", "--unshare-net", "--unshare-pid", "--unshare-ipc", "--clearenv"):
         assert option in line
     assert line[line.index("--remount-ro") + 1] == "/"
     assert line[line.index("--size") + 1 : line.index("--size") + 4] == ["1234", "--tmpfs", "/tmp"]
     with pytest.raises(ConfigError, match="jail"):
-        command("jail", 5, 6, [], 1, root_user=False)  # type: ignore[arg-type]
+        command("jail", 5, 6, Visible([], [], []), 1, root_user=False)  # type: ignore[arg-type]
 
 
 def test_where_nothing_isolates_code_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +333,7 @@ def test_a_missing_libseccomp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_filter_names_no_call_twice_and_is_whole_instructions() -> None:
-    names = [name for group in REFUSED.values() for name in group]
+    names = [name for group in ALLOWED.values() for name in group]
     assert len(names) == len(set(names))
     assert len(compiled_filter()) % 8 == 0
     assert len(compiled_filter()) // 8 > len(names) // 2

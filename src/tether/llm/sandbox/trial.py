@@ -115,7 +115,7 @@ def try_backend(backend: Backend) -> str | None:
         "processes": _PROCESSES,
     }
     sandbox._open()
-    beside = {path.split("/")[2] for path in sandbox._readable if path.startswith("/tmp/")}
+    beside = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
     host["expected"] = ["program.py", *beside]
     try:
         done = sandbox.run(_ESCAPES, json.dumps(host), time_limit=30.0)
