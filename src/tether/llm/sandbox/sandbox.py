@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tether.llm.sandbox.backends import (
     command,
     drop_to,
 )
+from tether.llm.sandbox.cgroup import Group, group
 from tether.llm.sandbox.programs import Execution, Program
 from tether.llm.sandbox.supervise import Supervisor
 from tether.llm.sandbox.syscalls import compiled_filter
@@ -217,6 +219,16 @@ class Sandbox:
             self._slots.put(slot)
 
     def _run_once(self, program: Program) -> Execution:
+        with group(program.memory_limit, self._processes) as held:
+            process, status = self._start(program, held)
+            done = Supervisor(process, status, program, self.output_limit, self._stop).follow()
+            if held is not None and held.exhausted():
+                told = f"it reached {program.memory_limit} bytes"
+                return replace(done, status="memory", exit_code=None, detail=told)
+            return done
+
+    def _start(self, program: Program, held: Group | None) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the launcher; give it and the reading end of the pipe it reports on."""
         assert self._root is not None
         assert self.backend is not None
         user = drop_to()
@@ -227,15 +239,11 @@ class Sandbox:
             stack.callback(os.close, job_file)
             try:
                 _write_all(job_file, json.dumps(self._job(program, user)).encode())
+                line = command(
+                    self.backend, job_file, status_write, self._files, self._folder_size, user is not None
+                )
                 process = subprocess.Popen(
-                    command(
-                        self.backend,
-                        job_file,
-                        status_write,
-                        self._files,
-                        self._folder_size,
-                        user is not None,
-                    ),
+                    line if held is None else held.enter(line),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -248,7 +256,7 @@ class Sandbox:
             except BaseException:
                 os.close(status_read)
                 raise
-        return Supervisor(process, status_read, program, self.output_limit, self._stop).follow()
+        return process, status_read
 
     def _job(self, program: Program, user: int | None) -> dict[str, Any]:
         assert self._root is not None

@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("unlinkat", "symlink", "symlinkat", "chmod", "fchmod", "fchmodat", "fchmodat2", "umask"),
         *("chown", "fchown", "lchown", "fchownat", "utime", "utimes", "utimensat", "futimesat"),
         *("truncate", "ftruncate", "fallocate", "fsync", "fdatasync", "sync_file_range", "fadvise64"),
-        *("copy_file_range", "readahead", "flock", "pipe", "pipe2"),
+        *("copy_file_range", "readahead", "pipe", "pipe2"),
         *("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
     ),
     "memory": ("brk", "munmap", "mremap", "mprotect", "madvise", "mincore", "msync", "membarrier"),
