@@ -85,7 +85,7 @@ def cost() -> None:
 
 
 def line(name: str, hostile: Hostile, sandbox: Sandbox, against: Host) -> tuple[str, bool]:
-    """Run one program, watched where it gathers memory: a line of the results, and whether it was contained."""
+    """Run one program, watched where it gathers memory: a line of the results, and whether it held."""
     with Watch() as watch:
         done = run(sandbox, against, {name: hostile}, SECONDS)[name]
     found = escape(hostile, done, SECONDS)

@@ -51,7 +51,8 @@ PROGRAMS: dict[str, Hostile] = {
         "os.chmod(os.__file__, 0o777)\nos.remove(os.__file__)\nos.truncate(os.__file__, 0)"
     ),
     "change the attributes of outside": attempt(
-        "os.utime('/')\nos.chmod('/', 0o777)\nos.chown('/', 0, 0)\nos.utime(os.__file__)\nos.chmod('/dev/null', 0)\n"
+        "os.utime('/')\nos.chmod('/', 0o777)\nos.chown('/', 0, 0)\nos.utime(os.__file__)\n"
+        "os.chmod('/dev/null', 0)\n"
         "os.chown('/tmp', 0, 0)\nos.chmod('/tmp', 0o777)\nos.setxattr(os.__file__, 'user.x', b'x')"
     ),
     "write through links": attempt(
@@ -75,7 +76,8 @@ PROGRAMS: dict[str, Hostile] = {
         "os.mknod('/tmp/b', 0o60666, os.makedev(8, 0))\nos.mkfifo('/tmp/f')"
     ),
     "rights from files": Hostile(
-        "import os, shutil, subprocess, sys\nshutil.copy(sys.executable, '/tmp/p')\nos.chmod('/tmp/p', 0o6755)\n"
+        "import os, shutil, subprocess, sys\nshutil.copy(sys.executable, '/tmp/p')\n"
+        "os.chmod('/tmp/p', 0o6755)\n"
         "code = 'import os; print(len({*os.getresuid(), *os.getresgid()}) > 2 or 0 in os.getresuid())'\n"
         "told = subprocess.run(['/tmp/p', '-Sc', code], capture_output=True, text=True).stdout\n"
         "if 'True' in told: print('ESCAPED')",

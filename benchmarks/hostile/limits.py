@@ -5,7 +5,10 @@ from __future__ import annotations
 from benchmarks.hostile.program import CTYPES, HOLD, Hostile, attempt
 
 _LIMITS = ("AS", "CPU", "NPROC", "FSIZE", "NOFILE", "SIGPENDING", "STACK", "MEMLOCK", "RTPRIO", "NICE")
-_DEAF = "import os, signal, time\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+_DEAF = (
+    "import os, signal, time\nfor n in range(1, 32):\n"
+    "    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+)
 
 PROGRAMS: dict[str, Hostile] = {
     # Processes.
@@ -22,7 +25,8 @@ PROGRAMS: dict[str, Hostile] = {
         ("error", "timeout", "memory"),
     ),
     "vfork bomb": Hostile(
-        "import os, sys\nwhile True:\n    try: os.posix_spawn(sys.executable, [sys.executable, '/tmp/program.py'], {})\n"
+        "import os, sys\nwhile True:\n"
+        "    try: os.posix_spawn(sys.executable, [sys.executable, '/tmp/program.py'], {})\n"
         "    except OSError: pass",
         ("timeout", "memory"),
     ),
@@ -63,8 +67,8 @@ PROGRAMS: dict[str, Hostile] = {
         ("timeout",),
     ),
     "a stop by another process": Hostile(
-        "import os, signal, time\nn = os.getpid()\nif os.fork() == 0:\n    while True: os.kill(n, signal.SIGSTOP)"
-        + HOLD,
+        "import os, signal, time\nn = os.getpid()\nif os.fork() == 0:\n"
+        "    while True: os.kill(n, signal.SIGSTOP)" + HOLD,
         ("timeout",),
     ),
     "deaf to signals": Hostile(_DEAF + "while True: time.sleep(1)", ("timeout",)),

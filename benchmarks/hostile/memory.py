@@ -128,7 +128,8 @@ PROGRAMS: dict[str, Hostile] = {
         "killed",
     ),
     "a large stack": Hostile(
-        "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return sorted([n], key=lambda _: f(n + 1))\nf(0)",
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return sorted([n], key=lambda _: f(n + 1))\n"
+        "f(0)",
         ("killed", "memory", "timeout", "error"),
     ),
     "arguments of programs": children(
@@ -139,19 +140,22 @@ PROGRAMS: dict[str, Hostile] = {
         "timeout",
     ),
     "files": Hostile(
-        "x = b'x' * (110 * 2**20)\nfor n in range(8):\n    with open(f'/tmp/{n}', 'wb') as f: f.write(x[:2**23])"
-        + HOLD,
+        "x = b'x' * (140 * 2**20)\nfor n in range(7):\n"
+        "    with open(f'/tmp/{n}', 'wb') as f: f.write(x[:2**23])" + HOLD,
         ("memory", "timeout"),
     ),
     "deleted files that are open": Hostile(
-        "import os\nx = b'x' * (110 * 2**20)\nopened = []\nfor n in range(8):\n    opened.append(open('/tmp/f', 'wb'))\n"
-        "    os.remove('/tmp/f'); opened[-1].write(x[:2**23]); opened[-1].flush()" + HOLD,
+        "import os\nx = b'x' * (140 * 2**20)\nopened = []\nfor n in range(7):\n"
+        "    opened.append(open('/tmp/f', 'wb'))\n    os.remove('/tmp/f')\n"
+        "    opened[-1].write(x[:2**23]); opened[-1].flush()" + HOLD,
         ("memory", "timeout"),
     ),
     "deleted files that are mapped": Hostile(
-        "import mmap, os\nx = b'x' * (110 * 2**20)\nmaps = []\nfor n in range(8):\n"
-        "    with open('/tmp/f', 'w+b') as f:\n        f.truncate(2**23); maps.append(mmap.mmap(f.fileno(), 2**23))\n"
-        "    os.remove('/tmp/f'); maps[-1][:] = x[:2**23]; maps[-1].madvise(mmap.MADV_DONTNEED)" + HOLD,
+        "import mmap, os\nfor _ in range(2):\n    if os.fork() == 0: break\nx = b'x' * (60 * 2**20)\n"
+        "maps = []\n"
+        "for n in range(3):\n    with open(f'/tmp/{os.getpid()}', 'w+b') as f:\n        f.truncate(2**22)\n"
+        "        maps.append(mmap.mmap(f.fileno(), 2**22))\n    os.remove(f.name); maps[-1][:] = x[:2**22]\n"
+        "    maps[-1].madvise(mmap.MADV_DONTNEED)" + HOLD,
         ("memory", "timeout"),
     ),
     "full disk": Hostile(

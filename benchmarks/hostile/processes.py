@@ -31,7 +31,8 @@ PROGRAMS: dict[str, Hostile] = {
         "    for n in range(3): os.close(n)\n    time.sleep(3600)\ntime.sleep(.1)"
     ),
     "outlive the parent's death": Hostile(
-        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
         "if os.fork() == 0: time.sleep(3600)"
     ),
     "a name of the kernel": Hostile(
@@ -41,7 +42,8 @@ PROGRAMS: dict[str, Hostile] = {
         "os.setpgid(0, 1)\nos.setpgid(HOST, 0)\nos.getsid(HOST)\nos.waitpid(HOST, 0)\nos.tcsetpgrp(0, 1)"
     ),
     "trace": refused(
-        "libc.ptrace(0, 0, 0, 0)\nlibc.ptrace(16, 1, 0, 0)\nlibc.ptrace(0x4206, 1, 0, 0)\nlibc.ptrace(16, HOST, 0, 0)"
+        "libc.ptrace(0, 0, 0, 0)\nlibc.ptrace(16, 1, 0, 0)\nlibc.ptrace(0x4206, 1, 0, 0)\n"
+        "libc.ptrace(16, HOST, 0, 0)"
     ),
     "memory of other processes": refused(
         "libc.process_vm_readv(1, None, 0, None, 0, 0)\nlibc.process_vm_writev(1, None, 0, None, 0, 0)\n"
@@ -78,13 +80,15 @@ PROGRAMS: dict[str, Hostile] = {
         "        if libc.socket(family, kind, 0) != -1: print('ESCAPED', family, kind)"
     ),
     "a pair of sockets to an abstract name": attempt(
-        "socket.socketpair()[0].sendto(b'x', chr(0) + 'ABSTRACT')\nsocket.socketpair()[0].sendto(b'x', 'CANARY.sock')\n"
+        "socket.socketpair()[0].sendto(b'x', chr(0) + 'ABSTRACT')\n"
+        "socket.socketpair()[0].sendto(b'x', 'CANARY.sock')\n"
         "socket.socketpair()[0].connect('CANARY.sock')\nsocket.socketpair()[0].bind('/tmp/s')\n"
         "socket.socketpair()[0].listen()\nsocket.socketpair()[0].accept()",
         "import socket\n",
     ),
     "everything at once": Hostile(
-        "import os, threading\ndef each():\n    x = []\n    while True:\n        try:\n            os.fork(); os.pipe()\n"
+        "import os, threading\ndef each():\n    x = []\n    while True:\n        try:\n"
+        "            os.fork(); os.pipe()\n"
         "            x.append(b'x' * 2**20); os.write(1, b'x')\n        except OSError: pass\n"
         "threading.Thread(target=each).start(); each()" + HOLD,
         ("memory", "timeout", "killed", "error"),

@@ -24,11 +24,13 @@ PROGRAMS: dict[str, Hostile] = {
     "an end as of a launcher": Hostile("import os\nos._exit(71)", ("error",)),
     "an end as of a signal": Hostile("import os\nos._exit(137)", ("killed",)),
     "an end that its first process reports": Hostile(
-        "import os, signal\nfor n in range(1, 65):\n    try: os.kill(1, n)\n    except OSError: pass\nos._exit(3)",
+        "import os, signal\nfor n in range(1, 65):\n    try: os.kill(1, n)\n    except OSError: pass\n"
+        "os._exit(3)",
         ("error", "killed"),
     ),
     "an end of an orphan": Hostile(
-        "import os, time\nif os.fork() == 0:\n    if os.fork() == 0: time.sleep(.05); os._exit(0)\n    os._exit(0)\n"
+        "import os, time\nif os.fork() == 0:\n    if os.fork() == 0: time.sleep(.05); os._exit(0)\n"
+        "    os._exit(0)\n"
         "os.wait(); time.sleep(.2); os._exit(4)",
         ("error",),
     ),
@@ -41,7 +43,8 @@ PROGRAMS: dict[str, Hostile] = {
     ),
     "search the stack and the heap for the launcher": Hostile(
         "import ctypes, sys\nn = id(sys) & ~4095\nwords = b'folder_' + b'size'\n"
-        "seen = ctypes.string_at(n, 4096)\nenviron = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'environ').value\n"
+        "seen = ctypes.string_at(n, 4096)\n"
+        "environ = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'environ').value\n"
         "seen += ctypes.string_at(environ, 2048)\nprint('ESCAPED' if words in seen else 'nothing')",
         ("ok", "killed"),
     ),

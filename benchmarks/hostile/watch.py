@@ -6,8 +6,8 @@ import subprocess
 import sys
 from types import TracebackType
 
-# What is available, and what processes outside of all sandboxes hold for themselves: what goes from the one to
-# the other, no sandbox took. A process in a namespace of its own has two numbers or more.
+# What is available, and what processes outside of all sandboxes hold for themselves: what goes from the one
+# to the other, no sandbox took. A process in a namespace of its own has two numbers or more.
 _SAMPLER = r"""
 import os, re, sys, time
 parent = os.getppid()

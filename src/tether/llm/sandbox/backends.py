@@ -43,9 +43,16 @@ on it, repeat."""
 
 def drop_to() -> int | None:
     """Which user a program becomes: one of its own under root, None under an ordinary user."""
-    if os.geteuid() != 0 or not _has_admin():
+    if os.geteuid() != 0 or not _has_admin() or not _maps(_FIRST_USER, _USERS):
         return None
     return _FIRST_USER + secrets.randbelow(_USERS)
+
+
+def _maps(first: int, count: int) -> bool:
+    """Whether this process's user namespace knows users; an ordinary user's may know its root alone."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    known = [(int(start), int(length)) for start, _, length in map(str.split, lines)]
+    return any(start <= first and first + count <= start + length for start, length in known)
 
 
 def _has_admin() -> bool:
