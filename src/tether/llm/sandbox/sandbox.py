@@ -58,7 +58,7 @@ class Sandbox:
         backend: ``"bubblewrap"`` or ``"namespaces"``; by default the first that works.
         processes: Processes and threads of one program, its first one included.
         file_size: Bytes of one file.
-        folder_size: Bytes of all files of one program. They live in memory, beside its memory limit.
+        folder_size: Bytes of all files of one program. They live in memory and count as such.
         open_files: Descriptors of one process.
         output_limit: Bytes of standard output, and of standard error, before a program is stopped.
         readable: More files and folders that programs may read, such as a folder of packages.
@@ -165,7 +165,7 @@ class Sandbox:
                 packages.
             stdin: What it finds on standard input.
             time_limit: Seconds on the clock from its start.
-            memory_limit: Bytes of all its processes together, and of each one's address space.
+            memory_limit: Bytes the machine may hold for it, and of each process's address space.
 
         Returns:
             How it ended, what it wrote, and the seconds it took. What the program does, however hostile,

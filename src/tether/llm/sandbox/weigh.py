@@ -16,6 +16,7 @@ import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tether.llm.sandbox.syscalls import SHARED_MAPPING
 
@@ -40,6 +41,7 @@ _KCMP, _KCMP_VM = (312 if platform.machine() == "x86_64" else 272), 1
 
 _AMOUNTS = re.compile(rb"^(?:RssAnon|RssFile|VmSwap|VmPTE):\s+(\d+) kB$", re.MULTILINE)
 _THREADS = re.compile(rb"^Threads:\s+(\d+)$", re.MULTILINE)
+_TABLES = re.compile(rb"^VmPTE:\s+(\d+) kB$", re.MULTILINE)
 _PROPORTIONAL = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -65,21 +67,38 @@ class Scales:
         init = first_child(self._launcher)
         if init is None:
             return None
-        before = set(_descendants(init))
-        fixed = _of_folder(init) + _of_objects(before, self._limit)
-        rough = fixed + sum(map(_pages_roughly, before))
-        if rough + _UNTOLD * len(before) <= self._limit:
-            self._restless = 0
-            return None
-        held = fixed + _pages(before, self._limit)
-        if held > self._limit:
-            return f"it held {held} bytes, more than {self._limit}"
+        # Short, so that the kernel lets it run at once though 32 busy processes want the processor as well.
+        seen = _descendants(init)
+        rough = sum(one.pages for one in seen) + _UNTOLD * len(seen)
+        if rough > self._limit:
+            held = _pages(seen, self._limit)
+            if held > self._limit:
+                return self._over(held)
+            restless = rough > _SHARED * self._limit and not _same(seen, _descendants(init))
+        else:
+            held, restless = rough, False
         # A page counts once, divided among its holders: one that came and went unseen would hide a part.
-        still = rough <= _SHARED * self._limit or before == set(_descendants(init))
-        self._restless = 0 if still else self._restless + 1
+        self._restless = self._restless + 1 if restless else 0
         if self._restless == _RESTLESS_LOOKS:
             return f"its processes share {rough} bytes and came and went too fast to be counted"
-        return None
+        beside = _of_folder(init) + _of_objects(seen, self._limit)
+        if held + beside > self._limit and held == rough:
+            held = _pages(seen, self._limit)
+        return self._over(held + beside) if held + beside > self._limit else None
+
+    def _over(self, held: int) -> str:
+        return f"it held {held} bytes, more than {self._limit}"
+
+
+class _Seen(NamedTuple):
+    """A living process."""
+
+    process: int
+    place: str
+    """Its folder, or that of another of its threads when the first has ended and shows nothing."""
+    pages: int
+    """Bytes of its pages and page tables, in full, as the kernel keeps count of them."""
+    threads: int
 
 
 def first_child(process: int) -> int | None:
@@ -87,19 +106,45 @@ def first_child(process: int) -> int | None:
     return next(iter(_children(process)), None)
 
 
-def _descendants(process: int) -> Iterator[int]:
-    for child in _children(process):
-        yield child
-        yield from _descendants(child)
+def _same(some: list[_Seen], others: list[_Seen]) -> bool:
+    return {one.process for one in some} == {one.process for one in others}
 
 
-def _children(process: int) -> Iterator[int]:
+def _descendants(process: int) -> list[_Seen]:
+    """All living processes below one."""
+    seen, below = list[_Seen](), list(_children(process))
+    while below:
+        child = below.pop()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            one, threads = _look(child)
+            if one is not None:
+                seen.append(one)
+            below += _children(child, threads)
+    return seen
+
+
+def _look(process: int) -> tuple[_Seen | None, int]:
+    """A process unless it holds nothing any more, and the number of its threads."""
+    place = f"/proc/{process}"
+    status = _read(f"{place}/status")
+    found = _THREADS.search(status)
+    threads = int(found[1]) if found else 1
+    told = _AMOUNTS.findall(status)
+    if not told:
+        for thread in os.listdir(f"{place}/task"):
+            told = _AMOUNTS.findall(_read(f"{place}/task/{thread}/status"))
+            if told:
+                place = f"{place}/task/{thread}"
+                break
+    return (_Seen(process, place, sum(map(int, told)) * _KIB, threads) if told else None), threads
+
+
+def _children(process: int, threads: int = 2) -> Iterator[int]:
     """The children of all of a process's threads."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in os.listdir(f"/proc/{process}/task"):
+        for thread in [process] if threads == 1 else os.listdir(f"/proc/{process}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                children = _read(f"/proc/{process}/task/{thread}/children")
-                yield from map(int, children.split())
+                yield from map(int, _read(f"/proc/{process}/task/{thread}/children").split())
 
 
 def _read(path: str) -> bytes:
@@ -116,20 +161,18 @@ def _of_folder(init: int) -> int:
     return (told.f_blocks - told.f_bfree) * told.f_frsize + (told.f_files - told.f_ffree) * _FILE
 
 
-def _of_objects(processes: set[int], most: int) -> int:
+def _of_objects(seen: list[_Seen], most: int) -> int:
     """What threads, mappings and descriptors may take; no further counted than to `most`."""
     total, named = 0, set[str]()
-    for process in processes:
+    for one in seen:
+        total += _TASK * one.threads
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            place = _living(process)
-            told = _THREADS.search(_read(f"{place}/status"))
-            total += _TASK * (int(told[1]) if told else 1)
-            total += _mappings(place, most)
-            descriptors = os.listdir(f"{place}/fd")
+            total += _mappings(one.place, most)
+            descriptors = os.listdir(f"{one.place}/fd")
             total += _DESCRIPTOR * len(descriptors)
             for descriptor in descriptors:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    named.add(os.readlink(f"{place}/fd/{descriptor}"))
+                    named.add(os.readlink(f"{one.place}/fd/{descriptor}"))
         if total > most:
             break
     kinds = [name.partition(":")[0] for name in named]
@@ -145,45 +188,24 @@ def _mappings(place: str, most: int) -> int:
     return total
 
 
-def _living(process: int) -> str:
-    """The folder of a process, or of another of its threads when the first has ended and shows nothing."""
-    place = f"/proc/{process}"
-    if _AMOUNTS.search(_read(f"{place}/status")):
-        return place
-    for thread in os.listdir(f"{place}/task"):
-        if _AMOUNTS.search(_read(f"{place}/task/{thread}/status")):
-            return f"{place}/task/{thread}"
-    raise ProcessLookupError(process)
-
-
-def _pages_roughly(process: int) -> int:
-    """Pages of a process and its page tables, in full, as the kernel keeps count of them."""
-    try:
-        told = _AMOUNTS.findall(_read(f"{_living(process)}/status"))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return sum(map(int, told)) * _KIB
-
-
-def _pages(processes: set[int], most: int) -> int:
+def _pages(seen: list[_Seen], most: int) -> int:
     """Pages of all processes, each one once, and their page tables; no further counted than to `most`."""
     total, counted = 0, list[int]()
-    for process in processes:
+    for one in sorted(seen, key=lambda one: -one.pages):
         # A process that was made by vfork and did not yet become another program shares all.
-        if not any(_same_memory(process, other) for other in counted):
-            counted.append(process)
-            total += _proportional(process)
+        if not any(_same_memory(one.process, other) for other in counted):
+            counted.append(one.process)
+            total += _proportional(one.place)
         if total > most:
             break
     return total
 
 
-def _proportional(process: int) -> int:
+def _proportional(place: str) -> int:
     """Pages of a process, each divided by the number of its holders, without those of files in memory."""
     try:
-        place = _living(process)
         told = {name: int(amount) for name, amount in _PROPORTIONAL.findall(_read(f"{place}/smaps_rollup"))}
-        tables = re.search(rb"^VmPTE:\s+(\d+)", _read(f"{place}/status"), re.MULTILINE)
+        tables = _TABLES.search(_read(f"{place}/status"))
     except (FileNotFoundError, ProcessLookupError):
         return 0
     held = told.get(b"Pss", 0) - told.get(b"Pss_Shmem", 0) + told.get(b"SwapPss", 0)
