@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,57 @@ def test_two_containers_alike_do_not_share_a_limit() -> None:
             assert bomb.poll() is None
         finally:
             bomb.kill()
+
+
+# Users.
+
+AS_ORDINARY_USER = """
+import os
+from tether.llm.sandbox import Sandbox, trial
+assert os.geteuid() != 0
+assert trial.try_backend("namespaces") is None, trial.try_backend("namespaces")
+with Sandbox(1, backend="namespaces") as sandbox:
+    assert sandbox.run("import os; print(os.getuid(), os.fork() >= 0)").status == "ok"
+    bomb = "import os\\nwhile True:\\n try: os.fork()\\n except OSError: pass"
+    assert sandbox.run(bomb, time_limit=1).status == "timeout"
+    child = "if os.fork() == 0: x = b'x' * (40 * 2**20); time.sleep(60)"
+    memory = f"import os, time\\nfor _ in range(4):\\n {child}\\ntime.sleep(60)"
+    assert sandbox.run(memory, time_limit=30, memory_limit=2**26).status == "memory"
+print("contained")
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A temporary folder every user can enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_root_and_ordinary_users_can_both_isolate(open_folder: Path) -> None:
+    base = Path(sys.base_prefix)
+    site = Path(pytest.__file__).parents[1]
+    source = Path(tether.__file__).parents[1]
+    environment = {
+        "PYTHONPATH": f"{source}:{site}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HOME": "/",
+        "PATH": os.environ["PATH"],
+    }
+    script = open_folder / "ordinary.py"
+    script.write_text(AS_ORDINARY_USER)
+    if os.geteuid() != 0:
+        line = [sys.executable, str(script)]
+    else:
+        # The interpreter may lie where only root can go: show it at a place of its own, to this test alone.
+        shown = open_folder / "python"
+        shown.mkdir()
+        steps = (
+            f"mount --bind {base} {shown} && cd / && exec setpriv --reuid=65534 --regid=65534 --clear-groups "
+            f"{shown}/bin/{Path(os.path.realpath(sys.executable)).name} {script}"
+        )
+        line = ["unshare", "--mount", "sh", "-c", steps]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "contained\n", done.stderr
