@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import secrets
 import shutil
-import sys
-import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from tether.errors import ConfigError
+from tether.llm.sandbox.visible import Visible, interpreter
 
 Backend = Literal["bubblewrap", "namespaces"]
 """How programs are isolated: by the program bubblewrap, or by this package's own launcher."""
@@ -20,12 +18,16 @@ BACKENDS: tuple[Backend, ...] = ("bubblewrap", "namespaces")
 """In order of preference."""
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-_LAUNCHER_INSIDE = "/launcher.py"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+_START = (
+    "import json, os, sys; job = json.load(os.fdopen(int(sys.argv[1]), encoding='utf-8')); "
+    "names = {'__name__': 'launcher'}; exec(job.pop('launcher'), names); names['main'](job, int(sys.argv[2]))"
+)
+# Not /dev/zero: memory mapped from it is shared, belongs to no file, and outlives its mappings uncounted.
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _CAP_SYS_ADMIN = 21
 # Users systemd sets aside for short-lived services (61184-65519). A root process runs programs as one of
-# them: root itself is exempt from limits on the number of processes.
+# them: root itself is exempt from limits on the number of processes. Drawn at random, since trainers in two
+# containers may be alike in everything else.
 _FIRST_USER, _USERS = 61_184, 4_336
 
 ENVIRONMENT = {
@@ -39,41 +41,18 @@ ENVIRONMENT = {
 on it, repeat."""
 
 
-@functools.cache
-def interpreter() -> str:
-    """The interpreter underneath any virtual environment, as a real path."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-
-
-def default_readable() -> list[str]:
-    """Folders and files a program must be able to read: the interpreter, its library, shared libraries."""
-    library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    if sys.base_prefix != "/usr":
-        library.append(f"{sys.base_prefix}/lib")
-    wanted = [*_SYSTEM, interpreter(), *map(os.path.realpath, library)]
-    if interpreter().startswith("/nix/store/"):
-        wanted.append("/nix/store")
-    return without_nested(path for path in wanted if os.path.lexists(path))
-
-
-def without_nested(paths: Iterable[str]) -> list[str]:
-    """Drop paths that lie in another one, keeping links, which are made again rather than mounted.
-
-    >>> without_nested(["/usr/lib/python3", "/usr/lib", "/opt/x"])
-    ['/opt/x', '/usr/lib']
-    """
-    kept: list[str] = []
-    for path in sorted(set(paths)):
-        if not any(path.startswith(f"{other}/") for other in kept):
-            kept.append(path)
-    return kept
-
-
-def drop_to(slot: int) -> int | None:
+def drop_to() -> int | None:
     """Which user a program becomes: one of its own under root, None under an ordinary user."""
-    if os.geteuid() != 0 or not _has_admin():
+    if os.geteuid() != 0 or not _has_admin() or not _maps(_FIRST_USER, _USERS):
         return None
-    return _FIRST_USER + (os.getpid() * 61 + slot) % _USERS
+    return _FIRST_USER + secrets.randbelow(_USERS)
+
+
+def _maps(first: int, count: int) -> bool:
+    """Whether this process's user namespace knows users; an ordinary user's may know its root alone."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    known = [(int(start), int(length)) for start, _, length in map(str.split, lines)]
+    return any(start <= first and first + count <= start + length for start, length in known)
 
 
 def _has_admin() -> bool:
@@ -84,17 +63,16 @@ def _has_admin() -> bool:
 
 
 def command(
-    backend: Backend, job_file: int, status: int, readable: list[str], folder_size: int, root_user: bool
+    backend: Backend, job_file: int, status: int, files: Visible, folder_size: int, root_user: bool
 ) -> list[str]:
     """The command line that starts the launcher, isolated by `backend` or about to isolate itself.
 
     Raises:
         ConfigError: `backend` is neither of the two.
     """
-    python = [interpreter(), "-I", "-S", "-B"]
-    descriptors = [str(job_file), str(status)]
+    start = [interpreter(), "-I", "-S", "-B", "-c", _START, str(job_file), str(status)]
     if backend == "namespaces":
-        return [*python, str(LAUNCHER), *descriptors]
+        return start
     if backend != "bubblewrap":
         raise ConfigError(f"Unknown sandbox backend {backend!r}. Use one of: {', '.join(BACKENDS)}.")
     bwrap = shutil.which("bwrap") or "bwrap"
@@ -107,16 +85,27 @@ def command(
         arguments += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     # First, since an interpreter may itself live in a temporary folder.
     arguments += ["--perms", "1777", "--size", str(folder_size), "--tmpfs", "/tmp"]
+    arguments += ["--perms", "0755", "--dir", "/dev"]
+    arguments += _shown(files.readable)
+    for folder in files.hidden:
+        arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", folder]
+    arguments += _shown(files.added)
+    for device in DEVICES:
+        arguments += ["--dev-bind", device, device]
+    for folder in [*files.hidden, "/"]:
+        arguments += ["--remount-ro", folder]
+    return [*arguments, "--chdir", "/tmp", "--", *start]
+
+
+def _shown(paths: list[str]) -> list[str]:
+    """Arguments that make bubblewrap show `paths` read-only."""
+    arguments: list[str] = []
     # Parents bubblewrap makes by itself may be closed to the user the program becomes.
-    for parent in sorted({str(folder) for path in readable for folder in Path(path).parents} - {"/", "/tmp"}):
+    for parent in sorted({str(folder) for path in paths for folder in Path(path).parents} - {"/", "/tmp"}):
         arguments += ["--perms", "0755", "--dir", parent]
-    for path in readable:
+    for path in paths:
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         else:
             arguments += ["--ro-bind", path, path]
-    for device in DEVICES:
-        arguments += ["--dev-bind", device, device]
-    arguments += ["--ro-bind", str(LAUNCHER), _LAUNCHER_INSIDE]
-    arguments += ["--remount-ro", "/", "--chdir", "/tmp"]
-    return [*arguments, "--", *python, _LAUNCHER_INSIDE, *descriptors]
+    return arguments

@@ -1,11 +1,12 @@
-"""What turns a fresh process into a sandboxed one; started by path, never imported.
+"""What turns a fresh process into a sandboxed one; handed to an interpreter as text, never imported.
 
-The host starts this file with two descriptors. From the first it reads a job as JSON; to the second it
-writes ``ready`` right before it becomes the program, or the reason why it could not. The steps, in order:
+The interpreter gets two descriptors (`backends.command`). From the first it reads a job as JSON, this file's
+text in it, so that no file of Tether's need be visible; to the second this code writes ``ready`` right before
+it becomes the program, or the reason why it could not. The steps, in order:
 
 1. (without bubblewrap) new namespaces, a root of its own with a few folders bound read-only, fork twice:
    process 1 of the namespace reaps and reports, process 2 goes on;
-2. give up root and every capability;
+2. give up root and every capability, and enter a user namespace in which processes are counted anew;
 3. resource limits, no new privileges, the system-call filter;
 4. become the interpreter that runs the program, with nothing but its three standard streams.
 
@@ -17,11 +18,10 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
+import errno
 import os
 import resource
 import signal
-import sys
 from typing import Any, NoReturn
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +34,7 @@ _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture since Linux 5.12
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 1, 22, 38, 41
 _SECCOMP_MODE_FILTER = 2
 
 _INSIDE_ID = 1000
@@ -42,19 +42,16 @@ _SLACK_SECONDS = 15
 PROGRAM = "/tmp/program.py"
 
 
-def main() -> NoReturn:
-    """Read the job, confine this process and become the program."""
-    job_file, status = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(job_file, False)
+def main(job: dict[str, Any], status: int) -> NoReturn:
+    """Confine this process as `job` says and become the program."""
     os.set_inheritable(status, False)
     try:
-        with os.fdopen(job_file, encoding="utf-8") as stream:
-            job: dict[str, Any] = json.load(stream)
         if job["isolate"]:
             _isolate(job, status)
         os.setsid()
         if job["drop_to"] is not None:
             _drop_to(job["drop_to"])
+        _count_anew()
         with open(PROGRAM, "w", encoding="utf-8", errors="surrogatepass") as program:
             program.write(job["code"])
         os.chdir("/tmp")
@@ -138,13 +135,12 @@ def _build_root(job: dict[str, Any]) -> None:
     # First, since an interpreter may itself live in a temporary folder.
     os.makedirs(f"{root}/tmp")
     _mount_tmpfs(f"{root}/tmp", f"size={job['folder_size']},nr_inodes=4096,mode=1777")
-    for source in job["readable"]:
-        target = root + source
-        if os.path.islink(source):
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.symlink(os.readlink(source), target)
-        else:
-            _bind(source, target, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
+    _show(job["readable"], root)
+    for folder in job["hidden"]:
+        _mount_tmpfs(root + folder, "size=4k,nr_inodes=64,mode=755")
+    _show(job["added"], root)
+    for folder in job["hidden"]:
+        _set_attributes(root + folder, _ATTR_RDONLY, recursive=False)
     for device in job["devices"]:
         _bind(device, root + device, _ATTR_NOSUID)
     os.chdir(root)
@@ -152,6 +148,16 @@ def _build_root(job: dict[str, Any]) -> None:
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
     _set_attributes("/", _ATTR_RDONLY, recursive=False)
+
+
+def _show(paths: list[str], root: str) -> None:
+    """Bind `paths` read-only below `root`; links are made again."""
+    for path in paths:
+        if os.path.islink(path):
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.symlink(os.readlink(path), root + path)
+        else:
+            _bind(path, root + path, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
 
 
 def _mount_tmpfs(target: str, options: str) -> None:
@@ -187,6 +193,21 @@ def _drop_to(identity: int) -> None:
     os.setresuid(identity, identity, identity)
 
 
+def _count_anew() -> None:
+    """Enter a user namespace: the kernel counts a user's processes in each one by itself.
+
+    Two sandboxes of one user, in two containers say, then have nothing to share. No user is mapped into it,
+    so the program finds itself to be nobody. Where the host allows no more namespaces, processes are
+    counted for the user, with the launcher's own.
+    """
+    try:
+        _call("unshare", _CLONE_NEWUSER)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EUSERS):
+            raise
+    _drop_capabilities()
+
+
 def _drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     _call("capset", header, (ctypes.c_uint32 * 6)())
@@ -195,6 +216,8 @@ def _drop_capabilities() -> None:
 def _limit(job: dict[str, Any]) -> None:
     for name, soft, hard in job["limits"]:
         resource.setrlimit(getattr(resource, name), (soft, hard))
+    # Of a huge page that was partly let go the kernel keeps all, and no process is told to hold it.
+    _call("prctl", _PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 class _FilterProgram(ctypes.Structure):
@@ -206,7 +229,3 @@ def _filter(instructions: bytes) -> None:
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     program = _FilterProgram(len(instructions) // 8, instructions)
     _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
-
-
-if __name__ == "__main__":
-    main()

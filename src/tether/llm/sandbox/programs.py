@@ -32,7 +32,7 @@ class Program:
     time_limit: float = 5.0
     """Seconds on the clock, counted from the program's start; CPU seconds are limited a little above it."""
     memory_limit: int = 512 * 2**20
-    """Bytes, for each process's address space and for all its processes' memory together."""
+    """Bytes, for each process's address space and for all the machine holds for it, files and buffers too."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.code, str) or not isinstance(self.stdin, str):

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,21 @@ from tether.llm.sandbox.backends import (
     BACKENDS,
     DEVICES,
     ENVIRONMENT,
+    LAUNCHER,
     Backend,
     command,
-    default_readable,
     drop_to,
-    interpreter,
-    without_nested,
 )
+from tether.llm.sandbox.cgroup import Group, group
 from tether.llm.sandbox.programs import Execution, Program
 from tether.llm.sandbox.supervise import Supervisor
 from tether.llm.sandbox.syscalls import compiled_filter
+from tether.llm.sandbox.visible import Visible, interpreter, visible
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_NONE_OF = ("RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE", "RLIMIT_NICE", "RLIMIT_RTPRIO")
 
 
 class Sandbox:
@@ -56,7 +58,7 @@ class Sandbox:
         backend: ``"bubblewrap"`` or ``"namespaces"``; by default the first that works.
         processes: Processes and threads of one program, its first one included.
         file_size: Bytes of one file.
-        folder_size: Bytes of all files of one program. They live in memory, beside its memory limit.
+        folder_size: Bytes of all files of one program. They live in memory and count as such.
         open_files: Descriptors of one process.
         output_limit: Bytes of standard output, and of standard error, before a program is stopped.
         readable: More files and folders that programs may read, such as a folder of packages.
@@ -103,12 +105,12 @@ class Sandbox:
         self._file_size = file_size
         self._folder_size = folder_size
         self._open_files = open_files
-        self._more_readable = [os.path.realpath(path) for path in readable]
+        self._added = list(readable)
         self._stop = threading.Event()
         self._slots: queue.Queue[int] = queue.Queue()
         self._pool: ThreadPoolExecutor | None = None
         self._root: tempfile.TemporaryDirectory[str] | None = None
-        self._readable: list[str] = []
+        self._files = Visible([], [], [])
 
     def open(self) -> Sandbox:
         """Get ready to run programs; entering the context does this.
@@ -126,7 +128,7 @@ class Sandbox:
         return self
 
     def _open(self) -> None:
-        self._readable = without_nested([*default_readable(), *self._more_readable])
+        self._files = visible(self._added)
         self._root = tempfile.TemporaryDirectory(prefix="tether-sandbox-")
         os.chmod(self._root.name, 0o755)
         self._stop = threading.Event()
@@ -163,7 +165,7 @@ class Sandbox:
                 packages.
             stdin: What it finds on standard input.
             time_limit: Seconds on the clock from its start.
-            memory_limit: Bytes of all its processes together, and of each one's address space.
+            memory_limit: Bytes the machine may hold for it, and of each process's address space.
 
         Returns:
             How it ended, what it wrote, and the seconds it took. What the program does, however hostile,
@@ -206,7 +208,7 @@ class Sandbox:
         try:
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
-                    return self._run_once(program, slot)
+                    return self._run_once(program)
                 except (SandboxError, OSError) as error:
                     if attempt == _ATTEMPTS or self._stop.is_set():
                         raise _as_sandbox_error(error) from error
@@ -216,10 +218,20 @@ class Sandbox:
         finally:
             self._slots.put(slot)
 
-    def _run_once(self, program: Program, slot: int) -> Execution:
+    def _run_once(self, program: Program) -> Execution:
+        with group(program.memory_limit, self._processes) as held:
+            process, status = self._start(program, held)
+            done = Supervisor(process, status, program, self.output_limit, self._stop).follow()
+            if held is not None and held.exhausted():
+                told = f"it reached {program.memory_limit} bytes"
+                return replace(done, status="memory", exit_code=None, detail=told)
+            return done
+
+    def _start(self, program: Program, held: Group | None) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the launcher; give it and the reading end of the pipe it reports on."""
         assert self._root is not None
         assert self.backend is not None
-        user = drop_to(slot)
+        user = drop_to()
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, status_write)
@@ -227,15 +239,11 @@ class Sandbox:
             stack.callback(os.close, job_file)
             try:
                 _write_all(job_file, json.dumps(self._job(program, user)).encode())
+                line = command(
+                    self.backend, job_file, status_write, self._files, self._folder_size, user is not None
+                )
                 process = subprocess.Popen(
-                    command(
-                        self.backend,
-                        job_file,
-                        status_write,
-                        self._readable,
-                        self._folder_size,
-                        user is not None,
-                    ),
+                    line if held is None else held.enter(line),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -248,44 +256,41 @@ class Sandbox:
             except BaseException:
                 os.close(status_read)
                 raise
-        return Supervisor(process, status_read, program, self.output_limit, self._stop).follow()
+        return process, status_read
 
     def _job(self, program: Program, user: int | None) -> dict[str, Any]:
         assert self._root is not None
         seconds = math.ceil(program.time_limit) + 1
-        processes = self._processes + _uncounted(self.backend, user)
-        limits = {
-            "RLIMIT_AS": (program.memory_limit, program.memory_limit),
-            "RLIMIT_CPU": (seconds, seconds + 1),
-            "RLIMIT_NPROC": (processes, processes),
-            "RLIMIT_FSIZE": (self._file_size, self._file_size),
-            "RLIMIT_NOFILE": (self._open_files, self._open_files),
-            "RLIMIT_CORE": (0, 0),
-            "RLIMIT_MEMLOCK": (0, 0),
-            "RLIMIT_MSGQUEUE": (0, 0),
-            "RLIMIT_STACK": (8 * 2**20, 8 * 2**20),
+        most = {
+            "RLIMIT_AS": program.memory_limit,
+            "RLIMIT_NPROC": self._processes,
+            "RLIMIT_FSIZE": self._file_size,
+            "RLIMIT_NOFILE": self._open_files,
+            "RLIMIT_SIGPENDING": 256,  # timers count as well
+            "RLIMIT_STACK": 8 * 2**20,
+            **dict.fromkeys(_NONE_OF, 0),
         }
+        limits = [
+            ("RLIMIT_CPU", seconds, seconds + 1),
+            *((name, value, value) for name, value in most.items()),
+        ]
         return {
             "isolate": self.backend == "namespaces",
             "root": self._root.name,
-            "readable": self._readable,
+            "launcher": LAUNCHER.read_text(encoding="utf-8"),
+            "readable": self._files.readable,
+            "hidden": self._files.hidden,
+            "added": self._files.added,
             "devices": DEVICES,
             "folder_size": self._folder_size,
             "drop_to": user,
             "time_limit": program.time_limit,
-            "limits": [(name, soft, hard) for name, (soft, hard) in limits.items()],
+            "limits": limits,
             "filter": base64.b64encode(compiled_filter()).decode(),
             "command": [interpreter(), "-s", "-P", "-B", "/tmp/program.py"],
             "environment": ENVIRONMENT,
             "code": program.code,
         }
-
-
-def _uncounted(backend: Backend | None, user: int | None) -> int:
-    """Helpers that the kernel counts with the program's processes: process 1, the launcher, both or none."""
-    if backend == "bubblewrap":
-        return 0 if user is not None else 1
-    return 1 if user is not None else 2
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -9,18 +9,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import IO
 
 from tether.errors import SandboxError
 from tether.llm.sandbox.programs import Execution, Program, Status
+from tether.llm.sandbox.weigh import Scales, first_child
 
 _TICK = 0.02
 _LAUNCH_SECONDS = 60.0
 _END_SECONDS = 10.0
 _CHUNK = 65_536
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SEEING = "As root in a container, run it with --cap-add SYS_PTRACE."
 
 
 class Supervisor:
@@ -53,6 +52,7 @@ class Supervisor:
         self._stop = stop
         self._outputs = {"status": bytearray(), "stdout": bytearray(), "stderr": bytearray()}
         self._input = memoryview(program.stdin.encode("utf-8", "surrogatepass"))
+        self._scales = Scales(process.pid, program.memory_limit)
         self._started: float | None = None
         self._verdict: tuple[Status, str] | None = None
         self._selector = selectors.DefaultSelector()
@@ -150,23 +150,19 @@ class Supervisor:
         return bool(chunk)
 
     def _weigh(self) -> None:
-        """Stop the program when its processes together hold more memory than it may."""
-        limit = self._program.memory_limit
-        processes = list(_descendants(self._init()))
-        if sum(map(_resident, processes)) <= limit:
+        """Stop the program when it holds more memory than it may."""
+        try:
+            over = self._scales.verdict()
+        except PermissionError as error:
+            self._verdict = ("killed", f"its memory could not be seen ({error}). {_SEEING}")
             return
-        held = sum(map(_proportional, processes))  # pages shared after a fork count once here; slower
-        if held > limit:
-            self._verdict = ("memory", f"its processes held {held} bytes, more than {limit}")
-
-    def _init(self) -> int | None:
-        """Process 1 of the program's namespace: the launcher's only child."""
-        return next(iter(_children(self._process.pid)), None)
+        if over is not None:
+            self._verdict = ("memory", over)
 
     def _end(self) -> None:
         """End what still runs and wait until the last process is gone."""
         if self._process.poll() is None:
-            init = self._init()
+            init = first_child(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 if init is None:
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -225,46 +221,3 @@ def _verdict_of(code: int, stderr: str) -> tuple[Status, str]:
     if code < 0 or 128 < code <= 128 + signal.NSIG:
         return "killed", f"signal {abs(code) % 128}"
     return "error", ""
-
-
-def _children(process: int) -> Iterator[int]:
-    """The children of all of a process's threads."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                children = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
-                yield from map(int, children.split())
-
-
-def _descendants(process: int | None) -> Iterator[int]:
-    if process is not None:
-        for child in _children(process):
-            yield child
-            yield from _descendants(child)
-
-
-def _gone(read: Callable[[int], int]) -> Callable[[int], int]:
-    """A process that ended while it was looked at holds nothing."""
-
-    def safely(process: int) -> int:
-        try:
-            return read(process)
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-
-    return safely
-
-
-@_gone
-def _resident(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
-
-
-@_gone
-def _proportional(process: int) -> int:
-    """Memory of a process with each shared page divided among its holders."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except PermissionError:
-        return _resident(process)
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

@@ -30,7 +30,11 @@ def refused(name, action, *arguments):
 refused("open a socket", socket.socket)
 refused("write to its root", os.mkdir, "/probe")
 refused("write to its libraries", os.mkdir, os.path.dirname(os.__file__) + "/probe")
-refused("see the host's processes", os.kill, host["process"], 0)
+# The host may be process 1 itself, of a container's; here it is the first process of the sandbox.
+if (os.getpid(), os.getppid()) != (2, 1):
+    escapes.append("see the host's processes")
+elif host["process"] > 2:
+    refused("signal the host", os.kill, host["process"], 0)
 refused("see the host's files", os.listdir, host["folder"])
 if os.getuid() == 0:
     escapes.append("be root")
@@ -64,7 +68,8 @@ _REMEDY = (
     "Install bubblewrap (apt-get install bubblewrap, or dnf install bubblewrap), or allow unprivileged user "
     "namespaces (sysctl -w user.max_user_namespaces=15000; on Ubuntu 24.04 also "
     "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
-    "--security-opt seccomp=unconfined --cap-add SYS_ADMIN). Code tasks do not run without a sandbox."
+    "--security-opt seccomp=unconfined --cap-add SYS_ADMIN --cap-add SYS_PTRACE). Code "
+    "tasks do not run without a sandbox."
 )
 
 
@@ -115,7 +120,7 @@ def try_backend(backend: Backend) -> str | None:
         "processes": _PROCESSES,
     }
     sandbox._open()
-    beside = {path.split("/")[2] for path in sandbox._readable if path.startswith("/tmp/")}
+    beside = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
     host["expected"] = ["program.py", *beside]
     try:
         done = sandbox.run(_ESCAPES, json.dumps(host), time_limit=30.0)
