@@ -44,6 +44,8 @@ _METRICS = {
     "step_time": "step_seconds",
     "trust_region/kl_mean": "kl_mean",
     "trust_region/kl_max": "kl_max",
+    "trust_region/kl_projected_mean": "kl_projected_mean",
+    "trust_region/kl_projected_max": "kl_projected_max",
     "trust_region/projected": "projected",
     "trust_region/mean_step": "mean_step",
     "trust_region/regression": "regression",

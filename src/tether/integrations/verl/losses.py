@@ -257,6 +257,7 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
     share = data["dp_size"] / max(1, data["batch_num_tokens"])
     means = {
         "kl_mean": tokens.kl,
+        "kl_projected_mean": tokens.projected_kl,
         "projected": tokens.projected,
         "regression": tokens.regression.detach(),
         "tail_mass": tokens.tail_mass,
@@ -269,8 +270,10 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
         for name, value in means.items()
         if value is not None
     }
-    for name, value in (("kl_max", tokens.kl), ("ratio_max", ratio)):
-        result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))
+    maxima = {"kl_max": tokens.kl, "kl_projected_max": tokens.projected_kl, "ratio_max": ratio}
+    for name, value in maxima.items():
+        if value is not None:
+            result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))
     return result
 
 
