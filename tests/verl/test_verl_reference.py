@@ -137,7 +137,16 @@ def test_loss_and_gradients_are_those_of_the_reference(model: Path, name: str, p
     for key, parameter in reference.model.named_parameters():
         torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-5)
     assert expected.metrics["projected"] > 0.2
-    names = ["kl_mean", "kl_max", "kl_projected_mean", "kl_projected_max", "projected", "regression", "tail_mass", "ratio_max"]
+    names = [
+        "kl_mean",
+        "kl_max",
+        "kl_projected_mean",
+        "kl_projected_max",
+        "projected",
+        "regression",
+        "tail_mass",
+        "ratio_max",
+    ]
     for key in names + (["certified", "uncertain"] if name == "few ids" else []):
         assert metrics[f"actor/troll/{key}"] == pytest.approx(
             float(expected.metrics[key]), rel=1e-4, abs=1e-6
