@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunFolder
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.run_config import flatten_settings
+from tether.experiments.study_table import StudyTable
 
 TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
 
@@ -241,16 +241,20 @@ def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-RECORDED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").rglob("episodic/**/config.json"))
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "episodic" / "episodic.csv"
 
 
-def test_configurations_of_recorded_runs_are_still_read() -> None:
+def test_configurations_of_recorded_runs_are_still_read(tmp_path: Path) -> None:
     """They were written by earlier versions; no setting of theirs is unknown, lost or changed."""
-    assert RECORDED
-    for file in RECORDED:
-        recorded = flatten_settings(json.loads(file.read_text(encoding="utf-8"))["settings"])
-        read = flatten_settings(load_json(dump_json(load_config(file.parent).as_dict())))
-        assert [n for n in recorded if recorded[n] != read.get(n)] == ["headline", "torch_threads"], file
+    for run in StudyTable(RECORDED).select():
+        recorded = flatten_settings(run.config.settings)
+        config = run.config
+        folder = tmp_path / run.path.parent.name / run.path.name
+        RunFolder.create(
+            folder, kind=config.kind, label=config.label, seed=config.seed, settings=config.settings
+        )
+        read = flatten_settings(load_json(dump_json(load_config(folder).as_dict())))
+        assert [n for n in recorded if recorded[n] != read.get(n)] == ["headline", "torch_threads"], run.path
 
 
 def test_checkpoints_keep_the_form_that_earlier_versions_wrote(uninterrupted: Path) -> None:

@@ -181,7 +181,9 @@ class _Copying(_Recorder):
 
 
 @pytest.mark.parametrize("reference", ["none", "adapters"])
-def test_an_override_may_return_tensors_of_its_own(train: Callable[..., Any], reference: str) -> None:
+def test_an_override_may_return_tensors_of_its_own(
+    train: Callable[..., Any], course_rounding: Any, reference: str
+) -> None:
     """With adapters the reference policy is the same model: its pass must not be taken for the old one's."""
     settings: dict[str, Any] = {"max_steps": 8}
     if reference == "adapters":
@@ -190,7 +192,9 @@ def test_an_override_may_return_tensors_of_its_own(train: Callable[..., Any], re
             "trainer_arguments": {"peft_config": LoraConfig(target_modules="all-linear")},
         }
     plain, copying = train(_Recorder, TROLLConfig, **settings), train(_Copying, TROLLConfig, **settings)
-    assert largest_difference(plain.model, copying.model) == 0.0
+    # With a penalty the gradients of the copy and of what was copied are added up in another order.
+    allowed = course_rounding(plain).weights if reference == "adapters" else 0.0
+    assert largest_difference(plain.model, copying.model) <= allowed
     for inputs in copying.seen:
         support = inputs["old_support_ids"].long()
         sampled = support == inputs["completion_ids"][..., None]

@@ -24,7 +24,9 @@ def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_p
     ids = tokenizer(["95", "58"], return_tensors="pt")["input_ids"]
     mask = torch.tensor([[0, 0], [1, 1]])
     values = torch.zeros(2, 2)
-    tokens: Any = SimpleNamespace(kl=values, projected=values > 0, log_probs=values, old_log_probs=values)
+    tokens: Any = SimpleNamespace(
+        kl=values, projected=values > 0, projected_log_probs=values, old_log_probs=values
+    )
     state = SimpleNamespace(global_step=7)
     problems = [{"prompt": "37+58=", "answer": "95"}, {"prompt": "29+29=", "answer": "58"}]
     trainer = SimpleNamespace(state=state, rollout_rows=problems)

@@ -18,7 +18,7 @@ from tether.losses import PolicyLoss, ProjectedTokens, aggregate, project_tokens
 from tether.integrations.exact_head import OldTokens
 from tether.integrations.trl_card import PAPER, name_tether
 from tether.integrations.trl_evaluation import Evaluation
-from tether.integrations.trl_old_policy import HIDDEN, IDS, old_support
+from tether.integrations.trl_old_policy import HIDDEN, old_support
 from tether.integrations.trl_trainer import ObjectiveTrainer, OldPolicyTrainer, loss_mask
 
 __all__ = ["OldPolicyTrainer", "TROLLConfig", "TROLLTrainer"]
@@ -83,7 +83,7 @@ class TROLLTrainer(ObjectiveTrainer):
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if self.args.troll_support == "paper":  # which compares the union of both policies' own ids
             return self._own_support
-        if self.args.troll_support == "bucket" or IDS not in inputs:
+        if self.args.troll_support == "bucket":
             return super()._evaluation_keywords(inputs)
         return {
             "old_tokens": OldTokens(
@@ -99,7 +99,7 @@ class TROLLTrainer(ObjectiveTrainer):
 
     def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:
         mask, settings = loss_mask(inputs), self.args
-        if settings.troll_support == "exact" and HIDDEN in inputs:
+        if settings.troll_support == "exact":
             bounded = math.isfinite(settings.troll_kl_bound)
             return evaluation.projected(inputs["old_per_token_logps"], mask, bounded=bounded)
         return project_tokens(

@@ -65,6 +65,8 @@ class PolicyLossTrainer(ObjectiveTrainer):
         ```
     """
 
+    _learns_without_old_policy = True
+
     def __init__(
         self,
         model: Any,

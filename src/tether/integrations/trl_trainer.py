@@ -194,7 +194,8 @@ class OldPolicyTrainer(ResumableTrainer):
             loss = loss * self.current_gradient_accumulation_steps
         self._metrics[mode]["policy_loss"][-1] += self.accelerator.gather(loss).nanmean().item()
 
-    #: Whether the objective is computed where the policy is its own old policy.
+    #: Whether the objective is computed where the policy is its own old policy, and TRL's is a plain policy
+    #: gradient.
     _learns_without_old_policy: bool = False
 
     def _inputs_of_trl(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -237,8 +238,6 @@ class OldPolicyTrainer(ResumableTrainer):
 
 class ObjectiveTrainer(OldPolicyTrainer):
     """`GRPOTrainer` whose policy loss is `_objective`; TROLL and all its rivals are trained by it."""
-
-    _learns_without_old_policy = True
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)

@@ -5,14 +5,11 @@ math-verify guards its own work with signals; here the judge keeps the time, so 
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Eq  # type: ignore[import-untyped]
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
-
-logging.disable(logging.CRITICAL)
 
 # Else a box that is no formula (\neq 4) would count as the last number in it.
 _FORMULA = [LatexExtractionConfig()]
