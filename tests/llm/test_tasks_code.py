@@ -201,6 +201,13 @@ def test_files_are_divided_and_unjudgeable_rows_counted_or_refused(
         ({"prompt": "x"}, "row 1: no tests"),
         ({"prompt": "x", "tests": "none"}, "'tests' must be a list"),
         ({"prompt": "x", "test_list": ["assert ("]}, "'test_list' is malformed"),
+        *(
+            (
+                {"prompt": "x", "entry": "f", "tests": [{"call": "f(1)", "expected": 2, "tolerance": wrong}]},
+                f"row 1: the tolerance {wrong!r} of a test is no distance",
+            )
+            for wrong in (-0.1, float("nan"), float("inf"), "0.1", True)
+        ),
         (
             {"text": "x", "test_list": ["assert f(1) == 1", "assert g(1) == 1"]},
             "do not all call one function",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import keyword
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +57,23 @@ def _own(where: str, row: dict[str, Any], instruction: str) -> Problem:
         entry = _name(row.get("entry") or _called(sources, context, where))
         assertions = Assertions(entry, where, context)
         for source, test in zip(sources, given, strict=True):
-            assertions.compare(source, test["expected"], float(test.get("tolerance", 0.0)))
+            assertions.compare(source, test["expected"], _tolerance(where, test.get("tolerance", 0.0)))
         tests = UnitTests(assertions.finish(), preamble, entry)
     return _problem(where, row["prompt"], instruction, tests, row.get("solution"))
+
+
+def _tolerance(where: str, value: Any) -> float:
+    """A distance that a number may have from what is expected.
+
+    Raises:
+        DataError: it is negative, infinite or no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise DataError(
+            f"{where}: the tolerance {value!r} of a test is no distance. Give a number of at least 0, or "
+            "remove the row."
+        )
+    return float(value)
 
 
 def _mbpp(where: str, row: dict[str, Any], instruction: str) -> Problem:
