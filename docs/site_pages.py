@@ -32,6 +32,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     ),
     "LM heads": ("tether.ops.linear", "tether.ops.trust_region", "tether.ops.hidden_states"),
     "Losses": (
+        "tether.losses",
         "tether.losses.base",
         "tether.losses.project",
         "tether.losses.aggregate",
