@@ -27,7 +27,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.projection.divergence",
         "tether.projection.certificate",
         "tether.projection.compact",
-        "tether.projection.settings",
+        "tether.settings",
         "tether.projection.tokens",
     ),
     "LM heads": ("tether.ops.linear", "tether.ops.trust_region", "tether.ops.hidden_states"),

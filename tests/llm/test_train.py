@@ -216,7 +216,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, change
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kl_bound": -0.1}, "kl_bound must be positive"),
+        ({"kl_bound": -0.1}, "kl_bound must be a positive number"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"responses_per_prompt": 1}, "at least 2"),
         ({"save_every": 3}, "multiple of updates_per_rollout"),

@@ -8,7 +8,7 @@ import torch
 from tether.errors import InvalidInputError
 from tether.losses import project_tokens, troll
 from tether.ops import HiddenStates
-from tether.projection.settings import Region
+from tether.settings import Region
 
 B, T, D, V = 3, 5, 7, 23
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from tether.errors import ConfigError
 from tether.ops import linear_trust_region
 from tether.projection import ProjectedTokens, SparseLogProbs
-from tether.projection.settings import Region
+from tether.settings import Region
 
 
 @dataclass(frozen=True)

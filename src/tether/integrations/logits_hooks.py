@@ -20,7 +20,7 @@ from tether.errors import InvalidInputError
 from tether.losses import ProjectedTokens, project_tokens, troll_objective
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
-from tether.projection.settings import SparseSupport, TROLLSettings, check_choice
+from tether.settings import SparseSupport, TROLLSettings, check_choice
 
 
 def record_old_policy(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any
 
 from tether.errors import ConfigError, MissingDependencyError, TetherWarning
+from tether.settings import Region, Support, TROLLSettings
 
 try:
     import trl
@@ -50,21 +49,26 @@ class TROLLConfig(GRPOConfig):
     """
 
     troll_kl_bound: float = _option(
-        0.05, "Bound on KL(new || old) of each token in nats; infinity switches the trust region off."
+        TROLLSettings.kl_bound,
+        "Bound on KL(new || old) of each token in nats; infinity switches the trust region off.",
     )
-    troll_alpha: float = _option(1.0, "Weight of the regression of the network onto its projection.")
-    troll_top_k: int = _option(64, "Ids kept of each old token distribution, besides the sampled one.")
+    troll_alpha: float = _option(
+        TROLLSettings.alpha, "Weight of the regression of the network onto its projection."
+    )
+    troll_top_k: int = _option(
+        TROLLSettings.top_k, "Ids kept of each old token distribution, besides the sampled one."
+    )
     troll_mass: float = _option(
-        1 - 1e-5, "Keep fewer ids where the most likely ones hold this much probability together."
+        TROLLSettings.mass, "Keep fewer ids where the most likely ones hold this much probability together."
     )
-    troll_support: Literal["exact", "bucket", "paper"] = _option(
-        "exact",
+    troll_support: Support = _option(  # noqa: RUF009
+        TROLLSettings.support,
         "Where distributions are compared: on the whole vocabulary, from the old policy's hidden states "
         "(exact); on the ids kept, all others being one outcome with their exact mass (bucket); or as in "
         "the paper's code, all others having probability 1e-12 each (paper).",
     )
-    troll_region: Literal["token", "sequence"] = _option(
-        "token", "Bound each token's divergence, or the mean over the tokens of a sequence."
+    troll_region: Region = _option(  # noqa: RUF009
+        TROLLSettings.region, "Bound each token's divergence, or the mean over the tokens of a sequence."
     )
     troll_pack_sequences: bool = _option(
         False, "Run the model on the tokens of a micro-batch without their padding, back to back."
@@ -78,53 +82,12 @@ class TROLLConfig(GRPOConfig):
             updates = 1 if self.num_iterations > 1 else _UPDATES_PER_ROLLOUT
             self.steps_per_generation = updates * self.gradient_accumulation_steps
         super().__post_init__()
-        _check_types(self)
-        _check_ranges(self)
-        _check_combinations(self)
-
-
-def _check_types(config: TROLLConfig) -> None:
-    """Before anything is compared with them: what came out of a file or a shell may be text."""
-    examples: dict[str, tuple[type, str]] = {
-        "troll_kl_bound": (Real, "a number such as 0.05"),
-        "troll_alpha": (Real, "a number such as 1.0"),
-        "troll_mass": (Real, "a number such as 0.99999"),
-        "troll_top_k": (Integral, "a whole number such as 64"),
-        "troll_pack_sequences": (bool, "True or False"),
-        "troll_support": (str, 'text, such as "exact"'),
-        "troll_region": (str, 'text, such as "token"'),
-    }
-    for name, (kind, example) in examples.items():
-        value = getattr(config, name)
-        # Python counts True as a number.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        TROLLSettings.read(self, "troll_")
+        if not isinstance(self.troll_pack_sequences, bool):
             raise ConfigError(
-                f"{name} must be {example}, got {value!r} of type {type(value).__name__}. Give it without "
-                "quotes or brackets, or leave it out for the default."
+                f"troll_pack_sequences must be True or False, got {self.troll_pack_sequences!r}."
             )
-
-
-def _check_ranges(config: TROLLConfig) -> None:
-    if not config.troll_kl_bound > 0:
-        raise ConfigError(
-            f"troll_kl_bound must be positive, got {config.troll_kl_bound!r}. 0.05 is the paper's; infinity "
-            "switches the trust region off."
-        )
-    if not (config.troll_alpha >= 0 and math.isfinite(config.troll_alpha)):
-        raise ConfigError(f"troll_alpha must be a number that is not negative, got {config.troll_alpha!r}.")
-    if not config.troll_top_k >= 1:
-        raise ConfigError(f"troll_top_k must be at least 1, got {config.troll_top_k!r}. 64 is the paper's.")
-    if not 0 < config.troll_mass <= 1:
-        raise ConfigError(
-            f"troll_mass must lie in (0, 1], got {config.troll_mass!r}. It is the probability to keep: the "
-            "paper's threshold of 1e-5 is troll_mass=0.99999."
-        )
-    for name, allowed in (
-        ("troll_support", ("exact", "bucket", "paper")),
-        ("troll_region", ("token", "sequence")),
-    ):
-        if getattr(config, name) not in allowed:
-            raise ConfigError(f"{name} must be one of {allowed}, got {getattr(config, name)!r}.")
+        _check_combinations(self)
 
 
 def _check_combinations(config: TROLLConfig) -> None:

@@ -24,6 +24,7 @@ from tether.errors import TetherError
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig  # noqa: F401
 from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
+from tether.settings import TROLLSettings
 
 # isort: split
 from accelerate.utils import is_peft_model
@@ -58,7 +59,7 @@ class OldPolicyTrainer(ResumableTrainer):
     baseline to compare with, and the base of `TROLLTrainer`.
     """
 
-    support_top_k: int = 64
+    support_top_k: int = TROLLSettings.top_k
     support_mass: float = 1.0
     #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False

@@ -10,9 +10,7 @@ from typing import Any, Literal, get_args
 from tether.errors import ConfigError
 from tether.llm.method_names import OWN_FIELDS, TRUST_REGIONS, Estimator, is_loss, method_label
 from tether.names import unknown
-
-Support = Literal["exact", "bucket", "paper"]
-Region = Literal["token", "sequence"]
+from tether.settings import Region, Support, TROLLSettings
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
@@ -39,18 +37,18 @@ class TrainConfig:
     """How advantages and the loss are aggregated; gspo uses one ratio a sequence, ppo has a critic."""
     loss_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of a rival's loss, such as clip_ratio_high 0.28; troll and clip have the fields below."""
-    kl_bound: float = 0.05
+    kl_bound: float = TROLLSettings.kl_bound
     """TROLL: bound on each token's KL(new || old) in nats; inf switches it off."""
-    alpha: float = 1.0
+    alpha: float = TROLLSettings.alpha
     """TROLL: weight of the regression of the network onto its projection."""
-    top_k: int = 64
+    top_k: int = TROLLSettings.top_k
     """Ids kept of each old token distribution, besides the sampled one."""
-    mass: float = 1 - 1e-5
+    mass: float = TROLLSettings.mass
     """Keep fewer ids where the most likely ones hold this much probability."""
-    support: Support = "exact"
+    support: Support = TROLLSettings.support
     """TROLL: compare distributions on the whole vocabulary, on the ids kept with all others as one outcome of
     their exact mass, or with the paper's fixed probability for each other id."""
-    region: Region = "token"
+    region: Region = TROLLSettings.region
     """TROLL: bound each token, or the mean over a sequence's tokens."""
     alpha_tolerance: float | None = None
     """TROLL: adapt alpha until the network's mean excess over the bound is this share of the bound."""
@@ -168,10 +166,7 @@ class TrainConfig:
                 f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}: "
                 "advantages compare the responses to one prompt."
             )
-        if not self.kl_bound > 0:
-            raise ConfigError(f"kl_bound must be positive, got {self.kl_bound}. inf switches TROLL off.")
-        if not self.alpha >= 0:
-            raise ConfigError(f"alpha must not be negative, got {self.alpha}.")
+        TROLLSettings.read(self, "")
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
         if not self.learning_rate > 0:

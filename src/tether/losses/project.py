@@ -19,10 +19,10 @@ from tether.projection import (
     kl_categorical,
     project_categorical,
 )
-from tether.projection.settings import Region, SparseSupport, TROLLSettings
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
 from tether.projection.tokens import ProjectedTokens
+from tether.settings import Region, SparseSupport, TROLLSettings
 
 Policy = Tensor | SparseLogProbs | HiddenStates
 """What is known of a policy at the tokens [B, T]: whole log-probabilities [B, T, V], those of a few ids with

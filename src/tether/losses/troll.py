@@ -13,9 +13,9 @@ from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, check_tokens, sequence_log_ratio
 from tether.losses.project import Policy, project_tokens
 from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
-from tether.projection.settings import Region, SparseSupport, TROLLSettings, check_alpha, check_choice
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, masked_mean
+from tether.settings import Region, SparseSupport, TROLLSettings, check_alpha, check_choice
 
 RatioLevel = Literal["token", "sequence"]
 """The ratio of each token, or GSPO's of its sequence."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.projection.settings import check_support_size
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
+from tether.settings import check_support_size
 
 
 def check_gather(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, top_k: int | None) -> None:

@@ -18,9 +18,9 @@ from tether.errors import InvalidInputError
 from tether.ops.checks import check_ids
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.ops.top_k import top_k_by_groups
-from tether.projection.settings import check_support_size
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
+from tether.settings import check_support_size
 
 # Logits widened to float32 at a time, in elements: 64 MiB.
 _BLOCK_ELEMENTS = 1 << 24

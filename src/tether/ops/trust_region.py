@@ -26,10 +26,10 @@ from tether.ops.shared_steps import project_sequences
 from tether.ops.token_state import TokenState
 from tether.projection.certificate import certify
 from tether.projection.divergence import rows_kl
-from tether.projection.settings import check_kl_bound
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
+from tether.settings import check_kl_bound
 
 
 def linear_trust_region(

@@ -13,9 +13,9 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
-from tether.projection.settings import TROLLSettings
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
 from tether.projection.tokens import ProjectedTokens
+from tether.settings import TROLLSettings
 
 __all__ = [
     "CategoricalProjection",

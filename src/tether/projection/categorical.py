@@ -18,8 +18,8 @@ from tether.errors import InvalidInputError
 from tether.projection.backend import Backend, use_triton
 from tether.projection.divergence import BLOCK_ELEMENTS, region_kl, where
 from tether.projection.geodesic import Geodesic
-from tether.projection.settings import Region, check_choice, check_kl_bound
 from tether.projection.solve import may_ask
+from tether.settings import Region, TROLLSettings, check_choice, check_kl_bound
 
 # Outcomes that one program of the kernel holds in registers.
 _KERNEL_OUTCOMES = 4096
@@ -44,7 +44,7 @@ def project_categorical(
     old_log_probs: Tensor,
     kl_bound: float,
     *,
-    region: Region = "token",
+    region: Region = TROLLSettings.region,
     mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> CategoricalProjection:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.divergence import kl_categorical
-from tether.projection.settings import check_kl_bound
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
+from tether.settings import check_kl_bound
 
 
 @dataclass(frozen=True)

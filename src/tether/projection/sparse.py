@@ -18,8 +18,8 @@ from tether.errors import InvalidInputError, renamed
 from tether.projection.backend import Backend
 from tether.projection.categorical import project_categorical
 from tether.projection.divergence import log1mexp
-from tether.projection.settings import Region, SparseSupport, check_choice, check_support_size
 from tether.projection.solve import may_ask
+from tether.settings import Region, SparseSupport, TROLLSettings, check_choice, check_support_size
 
 #: Marks a slot of `SparseLogProbs.ids` that holds nothing.
 EMPTY = -1
@@ -219,7 +219,7 @@ def project_sparse(
     kl_bound: float,
     *,
     support: SparseSupport = "bucket",
-    region: Region = "token",
+    region: Region = TROLLSettings.region,
     mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> SparseProjection:

@@ -9,7 +9,7 @@ from verl.workers.config import PolicyLossConfig
 
 from tether.errors import ConfigError, InvalidInputError
 from tether.losses.troll import RatioLevel
-from tether.projection.settings import TROLLSettings, check_choice
+from tether.settings import TROLLSettings, check_choice
 
 #: `policy_loss.loss_mode` and the name in verl's registry of policy losses.
 LOSS_MODE = "troll"

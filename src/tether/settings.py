@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, Self, get_args
 
 from tether.errors import ConfigError, InvalidInputError
@@ -30,7 +31,7 @@ class TROLLSettings:
         >>> TROLLSettings(top_k=0)
         Traceback (most recent call last):
         ...
-        tether.errors.InvalidInputError: top_k must be an integer of at least 1, got 0 (64 is usual).
+        tether.errors.InvalidInputError: top_k must be an integer of at least 1, got 0; 64 is the paper's.
     """
 
     kl_bound: float = 0.05
@@ -81,7 +82,8 @@ class TROLLSettings:
 
 def check_kl_bound(kl_bound: float) -> None:
     """Refuse a bound that is not a positive number (infinity is one)."""
-    if not (is_number(kl_bound) and kl_bound > 0):
+    _check_type("kl_bound", kl_bound, Real, "a positive number such as 0.05")
+    if not kl_bound > 0:
         raise InvalidInputError(
             f"kl_bound must be a positive number of nats, got {kl_bound!r}. 0.05 is the paper's, 0.01 to "
             "0.25 are usual; math.inf switches the projection off."
@@ -90,27 +92,35 @@ def check_kl_bound(kl_bound: float) -> None:
 
 def check_alpha(alpha: float) -> None:
     """Refuse a weight of the regression that is negative, infinite or no number."""
-    if not (is_number(alpha) and 0 <= alpha < math.inf):
+    _check_type("alpha", alpha, Real, "a number such as 1.0")
+    if not 0 <= alpha < math.inf:
         raise InvalidInputError(f"alpha must not be negative, got {alpha!r}; 1 is the paper's.")
 
 
 def check_support_size(top_k: int, mass: float) -> None:
     """Refuse sizes that cannot be meant."""
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-        raise InvalidInputError(f"top_k must be an integer of at least 1, got {top_k!r} (64 is usual).")
-    if not (is_number(mass) and 0.0 < mass <= 1.0):
+    _check_type("top_k", top_k, Integral, "an integer of at least 1")
+    if top_k < 1:
+        raise InvalidInputError(f"top_k must be an integer of at least 1, got {top_k!r}; 64 is the paper's.")
+    _check_type("mass", mass, Real, "a number such as 0.99999")
+    if not 0.0 < mass <= 1.0:
         raise InvalidInputError(
             f"mass must lie in (0, 1], got {mass!r}. It is the probability to cover, so the paper's "
-            "threshold of 1e-5 is mass=1 - 1e-5."
+            "threshold of 1e-5 is mass=0.99999."
         )
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse a word that is none of those allowed."""
+    _check_type(name, value, str, f'text, such as "{allowed[0]}"')
     if value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def is_number(value: Any) -> bool:
-    """Whether a setting is a number: no text, no bool, no list."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_type(name: str, value: Any, kind: type, example: str) -> None:
+    """Before anything is compared with it: what came out of a file or a shell may be text."""
+    if not isinstance(value, kind) or isinstance(value, bool):  # which Python counts as a number
+        raise InvalidInputError(
+            f"{name} must be {example}, got {value!r} of type {type(value).__name__}. Give it without quotes "
+            "or brackets, or leave it out for the default."
+        )
