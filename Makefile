@@ -64,7 +64,7 @@ test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environme
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
 	$(VERL_PYTEST) -m slow tests/verl
 
-test-portable: $(VENV)/.test  ## numeric tests under every arithmetic of this processor (15 minutes on two cores)
+test-portable: $(VENV)/.test  ## numeric tests under every arithmetic of this processor (20 minutes on two cores)
 	$(BIN)/python tests/portable.py
 
 test-slow: $(VENV)/.test  ## the tests that take minutes each
