@@ -13,7 +13,12 @@ from tether.losses import find_loss
 
 #: Given by the trainer, not chosen, to a loss whose signature asks for it: what was sampled, whole
 #: distributions, random numbers, how tokens are averaged.
-_GIVEN = frozenset({"response_ids", "new", "old", "generator", "loss_agg_mode", "max_response_length"})
+_GIVEN = frozenset(
+    {
+        *("response_ids", "new", "old", "lag", "proximal_log_probs", "generator"),
+        *("loss_agg_mode", "max_response_length"),
+    }
+)
 
 
 def loss_options(name: str) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _try_out(name: str, options: Mapping[str, Any]) -> None:
     rows = torch.full((1, 2, 2), 0.5).log()
     available = {
         "response_ids": torch.zeros(1, 2, dtype=torch.long), "new": rows, "old": rows,
-        "generator": torch.Generator(),
+        "lag": torch.ones(1), "proximal_log_probs": None, "generator": torch.Generator(),
     }  # fmt: skip
     given = {key: available[key] for key in given_to(name, options)}
     find_loss(name)(log_probs, log_probs, torch.ones(1), torch.ones(1, 2), **options, **given)

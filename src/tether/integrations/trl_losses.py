@@ -93,6 +93,8 @@ class PolicyLossTrainer(ObjectiveTrainer):
             "response_ids": lambda: inputs["completion_ids"],
             "new": lambda: evaluation.support,
             "old": lambda: old_support(inputs),
+            "lag": self._updates_since_sampling,
+            "proximal_log_probs": lambda: None,
             "generator": self._generator,
         }
         given = {name: available[name]() for name in given_to(self.policy_loss, self.loss_options)}
@@ -106,6 +108,12 @@ class PolicyLossTrainer(ObjectiveTrainer):
             **self._averaging(),
         )
         return PolicyLoss(result.loss * self._share(inputs), result.metrics)
+
+    def _updates_since_sampling(self) -> int:
+        """Of the batch that is in use; its completions were all written by one policy."""
+        micro_batches = self.args.steps_per_generation * self.num_iterations
+        updates = max(1, micro_batches // self.args.gradient_accumulation_steps)
+        return int(self.state.global_step % updates)
 
     def _generator(self) -> torch.Generator:
         """Random numbers of this micro-batch alone, the same after a resume."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 #: TROLL, TRL's clip, nothing; and the losses of `tether.losses.LOSSES`. Your own: "package.module:function".
 TRUST_REGIONS = (
     "troll", "clip", "none",
-    "cispo", "clip_cov", "dppo", "gmpo", "gspo", "kl_cov", "kl_penalty", "ppo_clip", "pspo", "sapo", "trm",
-    "unclipped", "vespo",
+    "cispo", "clip_cov", "cppo", "decoupled_clip", "dppo", "drpo", "gmpo", "gspo", "icepop", "ipo", "kl_cov",
+    "kl_penalty", "m2po", "mis", "ppo_clip", "pspo", "sapo", "tis", "trm", "unclipped", "vespo",
 )  # fmt: skip
 
 #: GRPO and its averages as TRL has them, GSPO's ratio, and estimators of `tether.advantages`.
