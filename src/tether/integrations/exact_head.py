@@ -51,13 +51,13 @@ class OldTokens:
             self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region
         )
 
-    def sequences(self, counted: Tensor) -> Tensor | None:
-        """The sequence of each token in `counted` [B, T]; those outside the mask are one of their own."""
+    def sequences(self, at: tuple[Tensor, Tensor]) -> Tensor | None:
+        """The sequence of each token, by row and position; those outside the mask are one of their own."""
         if self.region == "token":
             return None
-        rows = counted.nonzero()[:, 0]
-        alone = rows.shape[0] + torch.arange(rows.shape[0], device=rows.device) + counted.shape[0]
-        return torch.where(self.mask[counted] > 0, rows, alone)
+        rows = at[0]
+        alone = rows.shape[0] + torch.arange(rows.shape[0], device=rows.device) + self.mask.shape[0]
+        return torch.where(self.mask[at] > 0, rows, alone)
 
 
 def take_snapshot(
@@ -86,11 +86,11 @@ def evaluate_exactly(
     bias: Tensor | None,
     sampled: Tensor,
     old: OldTokens,
-    counted: Tensor,
+    at: tuple[Tensor, Tensor],
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
     **transform: Any,
 ) -> ProjectedTokens:
-    """The trust region at counted rows [N, D] of a batch, `counted` [B, T] saying which those are."""
+    """The trust region at the rows [N, D] of a batch's tokens `at` those rows and positions of `old`."""
     old_weight = old_bias = None
     if old.head is not None:  # gathered by every process, whether or not its rows need it
         old_weight = whole(old.head.weight).to(weight.dtype)
@@ -99,13 +99,13 @@ def evaluate_exactly(
         hidden,
         weight,
         sampled,
-        old.hidden[counted].to(hidden.device),
+        old.hidden[at].to(hidden.device),
         kl_bound=old.kl_bound,
         bias=bias,
         old_weight=old_weight,
         old_bias=old_bias,
-        old_support=old.support[counted],
-        sequences=old.sequences(counted),
+        old_support=old.support[at],
+        sequences=old.sequences(at),
         weights_at_hand=functools.partial(weights_at_hand, weight, bias),
         **transform,
     )

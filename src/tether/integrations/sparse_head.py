@@ -121,12 +121,14 @@ def add_sparse_head(
         hidden = backbone.last_hidden_state[:, :-1].to(head.weight.device)
         labels = labels[:, 1:].to(head.weight.device)
         counted = labels != IGNORED_LABEL
-        sampled, ids = labels[counted], None
+        # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
+        at = counted.nonzero(as_tuple=True)
+        sampled, ids = labels[at], None
         weight, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
         if old_tokens is not None:
             region = evaluate_exactly(
-                hidden[counted], weight, bias, sampled, old_tokens,
-                counted[:, -old_tokens.mask.shape[1] :], weights_at_hand, **asdict(transform),
+                hidden[at], weight, bias, sampled, old_tokens,
+                _among_last(old_tokens.mask.shape[1], at, labels), weights_at_hand, **asdict(transform),
             )  # fmt: skip
             rows = region.known()
             rows["log_probs"] = rows.pop("new_log_probs")
@@ -136,10 +138,10 @@ def add_sparse_head(
                 aux_loss=_load_balancing_loss(self, backbone, kwargs),
             )
         if support_ids is not None:
-            ids = support_ids[counted[:, -support_ids.shape[1] :]].to(labels)
+            ids = support_ids[_among_last(support_ids.shape[1], at, labels)].to(labels)
         vocabulary = self.config.get_text_config().vocab_size
         support, sampled_log_probs, entropy = _evaluate(
-            hidden[counted],
+            hidden[at],
             weight,
             bias,
             sampled,
@@ -214,6 +216,12 @@ def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     # Looked up on each call: FSDP and PEFT replace modules after the forward was extended.
     kwargs["use_cache"] = False
     return model.base_model(*args, **kwargs)
+
+
+def _among_last(tokens: int, at: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and positions `at` of `labels` [B, T], counted among the last `tokens` of each row."""
+    rows, positions = at
+    return rows, positions - (labels.shape[1] - tokens)
 
 
 def _spread(rows: Tensor, counted: Tensor, fill: float) -> Tensor:

@@ -126,17 +126,19 @@ def _project_hidden_states(
     """
     if new.weight is None:
         raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
+    # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
+    at = counted.nonzero(as_tuple=True)
     rows = linear_trust_region(
-        new.hidden[counted],
+        new.hidden[at],
         new.weight,
-        response_ids[counted],
-        old.hidden[counted],
+        response_ids[at],
+        old.hidden[at],
         kl_bound=kl_bound,
         bias=new.bias,
         old_weight=old.weight,
         old_bias=old.bias,
-        old_support=None if old.support is None else old.support[counted],
-        sequences=counted.nonzero()[:, 0] if region == "sequence" else None,
+        old_support=None if old.support is None else old.support[at],
+        sequences=at[0] if region == "sequence" else None,
         temperature=new.head.temperature,
         logit_scale=new.head.logit_scale,
         softcap=new.head.softcap,

@@ -270,7 +270,8 @@ def _gradient_of_block(
     inner = grad[:, : pair.vocabulary]
     acts = arrived.projected.acts[block]
     place = acts.cumsum(0) - 1  # of a row among those whose old logits are needed
-    old = pair.old_logits(block[acts]) if bool(acts.any()) else None
+    needed = acts.nonzero().squeeze(-1)
+    old = pair.old_logits(block[needed]) if needed.numel() else None
     for part in rows_at_a_time(inner):
         at, logits = block[part], inner[part]
         slope = pair.head.slope(logits)
