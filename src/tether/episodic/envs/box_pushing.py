@@ -155,8 +155,8 @@ class BoxPushingAdapter(JointAdapter):
         velocity_gains=[0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03],
     )
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env, env_id)
         assert isinstance(env.unwrapped, BoxPushingEnv)
         target = tuple(range(21, 28))
         self.context_indices = (*range(7), *range(14, 21), *target) if env.unwrapped.random_init else target

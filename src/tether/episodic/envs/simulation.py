@@ -197,8 +197,8 @@ class JointAdapter(PositionControlledEnv):
     controller: ClassVar[PDController]
     """Turns desired positions and velocities into actions."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env, env_id)
         assert isinstance(env.unwrapped, MujocoTaskEnv)
         data = env.unwrapped.data
         self._positions, self._velocities = data.qpos[self.joints], data.qvel[self.joints]  # views
