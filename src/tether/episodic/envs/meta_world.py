@@ -58,6 +58,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.simulation.seeded_rand_vec = True
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (39,), dtype=np.float64)
+        self._warnings = self.simulation.data.warning.number  # a view
         self._camera = Camera(self.simulation.model, render_mode, width, height, camera)
         self._mounted_upside_down = camera.startswith("corner")
         self._steps = 0
@@ -80,7 +81,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         """
         observation, reward, _, _, info = self.simulation.step(checked_action(self, action))
         self._steps += 1
-        raise_on_warnings(self.simulation.data, f"Meta-World {self.task}", self._steps)
+        raise_on_warnings(self._warnings, self.simulation.data.time, f"Meta-World {self.task}", self._steps)
         report = {"success": bool(info["success"]), "object_to_target": float(info["obj_to_target"])}
         state = np.asarray(observation, dtype=np.float64)
         return state, float(reward), False, self._steps >= self.horizon, report

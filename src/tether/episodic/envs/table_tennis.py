@@ -82,19 +82,19 @@ class TableTennisEnv(MujocoTaskEnv):
         options.setdefault("camera", "overview")
         super().__init__("table_tennis.xml", frame_skip=4, action_size=7, observation_size=19, **options)
         self._target_body = self.model.body("target_point").id
-        self._ball_body = self.model.body("target_ball").id
+        self._ball_position = self.data.xpos[self.model.body("target_ball").id]  # a view, like the next
+        self._bat_position = self.data.geom_xpos[self.model.geom("bat").id]
         self._ball = self.model.geom("target_ball_contact").id
-        self._bat = self.model.geom("bat").id
-        self._bats = {self._bat, self.model.geom("bat_back").id}
+        self._bats = {self.model.geom("bat").id, self.model.geom("bat_back").id}
         self._floor = self.model.geom("floor").id
         self._table = self.model.geom("table_tennis_table").id
-        self._target = np.zeros(2)
+        self._target = [0.0, 0.0]
 
     def _begin(self) -> None:
         place = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
         while not _serve_is_playable(*place):
             place = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
-        self._target = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH)
+        self._target = self.np_random.uniform(low=_PLACE_LOW, high=_PLACE_HIGH).tolist()
         self.model.body_pos[self._target_body] = [*self._target, _TABLE_HEIGHT]
         joints = _START_JOINTS
         if self.random_init:
@@ -105,7 +105,7 @@ class TableTennisEnv(MujocoTaskEnv):
         self.data.qvel[:] = [*np.zeros(7), *_BALL_VELOCITY]
         mujoco.mj_forward(self.model, self.data)
         self._hit = self._bounced = self._returned = self._decided = self._broken = False
-        self._landing: FloatArray | None = None
+        self._landing: list[float] | None = None
         self._nearest_bat = self._nearest_target = math.inf
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
@@ -145,9 +145,14 @@ class TableTennisEnv(MujocoTaskEnv):
 
     def _watch_ball(self) -> None:
         """Follow hit and landing, and how near the ball has come to bat and target, one simulator step."""
-        ball = self.data.xpos[self._ball_body]
+        ball = self._ball_position.tolist()
         # In release 0.3.0 the rest of the deciding step still counts.
-        touching = set() if self._decided and self.reward == "dense" else self._ball_touches()
+        if self.data.ncon and not (self._decided and self.reward == "dense"):
+            self._watch_contacts(ball, self._ball_touches())
+        self._nearest_bat = min(self._nearest_bat, math.dist(ball, self._bat_position.tolist()))
+        self._nearest_target = min(self._nearest_target, math.dist(ball[:2], self._target))
+
+    def _watch_contacts(self, ball: list[float], touching: set[int]) -> None:
         if not self._hit:
             self._hit = bool(touching & self._bats)
             if not self._hit and self._floor in touching:
@@ -155,12 +160,10 @@ class TableTennisEnv(MujocoTaskEnv):
         if self._hit and not self._bounced and touching & {self._floor, self._table}:
             self._bounced = True
             self._land(ball)
-            self._returned = self._floor not in touching and bool(ball[0] < 0.0)
-        self._nearest_bat = min(self._nearest_bat, math.dist(ball, self.data.geom_xpos[self._bat]))
-        self._nearest_target = min(self._nearest_target, math.dist(ball[:2], self._target))
+            self._returned = self._floor not in touching and ball[0] < 0.0
 
-    def _land(self, position: FloatArray) -> None:
-        self._landing = position.copy()
+    def _land(self, position: list[float]) -> None:
+        self._landing = position
         self._decided = True
 
     def _ball_touches(self) -> set[int]:
