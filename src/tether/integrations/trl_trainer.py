@@ -61,8 +61,10 @@ class OldPolicyTrainer(ResumableTrainer):
 
     support_top_k: int = TROLLSettings.top_k
     support_mass: float = 1.0
-    #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
+    #: Whether the old policy's hidden states are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False
+    #: Whether the LM head is kept with them, on the accelerator.
+    keep_head: bool = True
     #: Whether a micro-batch goes through the model without its padding; see `tether.integrations.packing`.
     pack_sequences: bool = False
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
@@ -99,7 +101,7 @@ class OldPolicyTrainer(ResumableTrainer):
                     # Follows its row through TRL's shuffle, so that a report can name the problem.
                     output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
                     self.rollout_rows = list(inputs)
-                    self._old_head = self._snapshot() if self.keep_hidden else None
+                    self._old_head = self._snapshot() if self.keep_hidden and self.keep_head else None
         finally:
             self._recorded = None
         return output
