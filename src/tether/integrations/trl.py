@@ -69,10 +69,11 @@ class TROLLTrainer(ObjectiveTrainer):
                 f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
                 "TROLLConfig takes every argument of GRPOConfig."
             )
-        self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
         self.keep_hidden = args.troll_support == "exact"
-        self.pack_sequences = args.troll_pack_sequences
-        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        super().__init__(
+            model, reward_funcs, args, *rest, support_top_k=args.troll_top_k, support_mass=args.troll_mass,
+            pack_sequences=args.troll_pack_sequences, **kwargs,
+        )  # fmt: skip
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's, which cites TROLL, and Tether's version."""

@@ -62,7 +62,6 @@ _METRICS = {
     "trust_region/divergence_mean": "divergence_mean",
     "trust_region/divergence_max": "divergence_max",
     "trust_region/stopped": "stopped",
-    "trust_region/alpha": "alpha",
     "critic/value_loss": "critic_loss",
     "critic/explained_variance": "explained_variance",
     "critic/clipped": "critic_clipped",
