@@ -20,10 +20,9 @@ from torch import Tensor
 from tether.errors import CheckpointError, ConfigError, InvalidInputError
 from tether.integrations.exact_head import HeadSnapshot, OldTokens
 from tether.integrations.trl_evaluation import Evaluation
-from tether.integrations.trl_old_policy import HIDDEN, old_support, unpack
+from tether.integrations.trl_old_policy import HIDDEN, loss_mask, old_support, unpack
 from tether.integrations.trl_resume import as_sharded
-from tether.integrations.trl_trainer import OldPolicyTrainer, loss_mask
-from tether.step_back import Statistic, StepBack, StepBackResult, check_step_back
+from tether.step_back import Statistic, StepBack, check_step_back
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -33,7 +32,35 @@ from trl import GRPOTrainer
 
 @dataclass(frozen=True)
 class StepBackOptions:
-    """What the network is held to."""
+    """A budget of divergence for the network itself: give it to a trainer as `step_back`.
+
+    After the last update on a batch of rollouts (and after every `every`-th) KL(new || old) of the batch's
+    response tokens is measured over the whole vocabulary. Where it exceeds the budget, the trained weights
+    go back along the line to those that sampled, as `tether.step_back.StepBack` describes: at most `passes`
+    forward passes over the batch, no copy of the weights on the accelerator, and only a point that was
+    measured is kept.
+
+    Logs, in the rows of updates after which it was measured, `step_back/kl_before` and `step_back/kl` (the
+    statistic before and after, in nats), `step_back/fraction` (of the way that was kept) and
+    `step_back/passes`. A checkpoint between two updates on a batch holds the old weights in
+    `step_back-<process>.safetensors`.
+
+    Works with every trust region and estimator, under DDP and FSDP2, with LoRA (the adapters move), gradient
+    accumulation and packing. With a method that keeps a few likely ids alone, the hidden states of the
+    response tokens are kept as well. Dropout would be measured as divergence.
+
+    Raises:
+        ConfigError: settings out of range; a batch that serves one update, or updates that span batches;
+            DeepSpeed, FSDP1 or a schedule-free optimizer, which keep weights of their own.
+        CheckpointError: on resuming inside a batch without the old weights.
+
+    Example:
+        ```python
+        trainer = TROLLTrainer(
+            model, reward, args, train_dataset=dataset, step_back=StepBackOptions(budget=0.02)
+        )
+        ```
+    """
 
     budget: float
     """In nats: what KL(new || old) of a batch's response tokens must not exceed after its updates."""
@@ -54,65 +81,15 @@ class StepBackOptions:
             raise ConfigError(f"every must be a number of updates of at least 1, got {self.every!r}.")
 
 
-def bound_network(
-    trainer: OldPolicyTrainer,
-    budget: float,
-    *,
-    statistic: Statistic = "mean",
-    passes: int = 4,
-    every: int | None = None,
-) -> StepBackCallback:
-    """Hold a trainer's network to a budget of divergence from the policy that wrote its batch of rollouts.
-
-    After the last update on a batch (and after every `every`-th) KL(new || old) of the batch's response
-    tokens is measured over the whole vocabulary. Where it exceeds the budget, the trained weights go back
-    along the line to those that sampled, as `tether.step_back.StepBack` describes: at most `passes` forward
-    passes over the batch, no copy of the weights on the accelerator, and only a point that was measured is
-    kept. Call it once, before `train`.
-
-    Logs, in the rows of updates after which it was measured, `step_back/kl_before` and `step_back/kl` (the
-    statistic before and after, in nats), `step_back/fraction` (of the way that was kept) and
-    `step_back/passes`. Checkpoints between two updates on a batch hold the old weights in
-    `step_back-<process>.safetensors`.
-
-    Works under DDP and FSDP2, with LoRA (the adapters move), gradient accumulation and packing. With
-    losses that keep a few likely ids alone, the hidden states of the response tokens are kept as well.
-    Dropout would be measured as divergence.
-
-    Args:
-        trainer: `TROLLTrainer`, `PolicyLossTrainer`, or another built on `OldPolicyTrainer`.
-        budget, statistic, passes, every: see `StepBackOptions`.
-
-    Returns:
-        The callback it has added; `last` is what became of the latest measured updates.
-
-    Raises:
-        ConfigError: settings out of range; a batch that serves one update, or updates that span batches;
-            DeepSpeed, FSDP1 or a schedule-free optimizer, which keep weights of their own.
-
-    Example:
-        ```python
-        from tether import TROLLConfig, TROLLTrainer
-        from tether.integrations.trl_step_back import bound_network
-
-        trainer = TROLLTrainer("Qwen/Qwen3-0.6B", reward, TROLLConfig(output_dir="out"), train_dataset=data)
-        bound_network(trainer, budget=0.05)
-        trainer.train()
-        ```
-    """
-    callback = StepBackCallback(trainer, StepBackOptions(budget, statistic, passes, every))
-    trainer.add_callback(callback)
-    return callback
-
-
 class StepBackCallback(TrainerCallback):
-    """What `bound_network` adds to a trainer: notes the weights that sample, and holds the network to them."""
+    """Notes the weights that sample, and holds the network to them; trainers add it to themselves."""
 
-    def __init__(self, trainer: OldPolicyTrainer, options: StepBackOptions) -> None:
+    def __init__(self, trainer: Any, options: StepBackOptions | float) -> None:
+        if not isinstance(options, StepBackOptions):
+            options = StepBackOptions(options)
         _check_trainer(trainer, options)
         self.options = options
-        self.last: StepBackResult | None = None
-        self._trainer: Any = trainer
+        self._trainer = trainer
         self._updates = _updates_a_batch(trainer)
         self._step_back: StepBack | None = None
         if not trainer.keep_hidden:
@@ -122,9 +99,7 @@ class StepBackCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Now the parameters are those that the optimizer moves, sharded ones included."""
         o = self.options
-        self._step_back = StepBack(
-            self._trainer.model.parameters(), o.budget, statistic=o.statistic, passes=o.passes
-        )
+        self._step_back = StepBack(self._trainer.model, o.budget, statistic=o.statistic, passes=o.passes)
         if state.global_step % self._updates:
             self._take_up(state.global_step)
 
@@ -140,12 +115,12 @@ class StepBackCallback(TrainerCallback):
         if in_batch and done != state.max_steps and not (every and in_batch % every == 0):
             return
         head = self._old_head()
-        self.last = self._at_work.enforce(lambda: self._measure(head))
+        result = self._at_work.enforce(lambda: self._measure(head))
         metrics = self._trainer._metrics["train"]
-        metrics["step_back/fraction"].append(self.last.fraction)
-        metrics["step_back/kl_before"].append(self.last.divergence_before)
-        metrics["step_back/kl"].append(self.last.divergence)
-        metrics["step_back/passes"].append(float(self.last.passes))
+        metrics["step_back/fraction"].append(result.fraction)
+        metrics["step_back/kl_before"].append(result.divergence_before)
+        metrics["step_back/kl"].append(result.divergence)
+        metrics["step_back/passes"].append(float(result.passes))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint inside a batch holds the weights that sampled it."""
@@ -229,17 +204,12 @@ def _updates_a_batch(trainer: Any) -> int:
 
 
 def _check_trainer(trainer: Any, options: StepBackOptions) -> None:
-    if not isinstance(trainer, OldPolicyTrainer):
-        raise ConfigError(
-            f"The network's divergence is measured by trainers that know the old policy, and "
-            f"{type(trainer).__name__} does not. Use TROLLTrainer, or OldPolicyTrainer in place of GRPOTrainer."
-        )
     together, micro_batches = trainer.args.gradient_accumulation_steps, trainer._micro_batches_a_rollout
     if micro_batches % together:
         raise ConfigError(
-            f"A batch of rollouts has steps_per_generation x num_iterations = {micro_batches} micro-batches, no "
-            f"multiple of gradient_accumulation_steps={together}: an update would learn from two batches, and "
-            "there is no policy to go back to. Make it a multiple."
+            f"A batch of rollouts has steps_per_generation x num_iterations = {micro_batches} micro-batches, "
+            f"no multiple of gradient_accumulation_steps={together}: an update would learn from two batches, "
+            "and there is no policy to go back to. Make it a multiple."
         )
     if micro_batches == together:
         raise ConfigError(
@@ -259,7 +229,7 @@ def _check_weights(trainer: Any) -> None:
         remedy = "DeepSpeed keeps its own copies of the weights: train with DDP or FSDP2"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         remedy = 'FSDP1 keeps flat shards of the weights: use FSDP2 ("fsdp_version": 2)'
-    elif "schedule_free" in str(trainer.args.optim):
-        remedy = f"optim={trainer.args.optim!s} averages weights of its own: choose another, such as adamw_torch"
+    elif "schedule_free" in (optim := getattr(trainer.args.optim, "value", trainer.args.optim)):
+        remedy = f"optim={optim} averages weights of its own: choose another, such as adamw_torch"
     if remedy is not None:
         raise ConfigError(f"The network cannot be taken back to the weights that sampled. {remedy}.")
