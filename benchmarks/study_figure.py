@@ -25,7 +25,7 @@ from tether.experiments.study_table import table_and_part
 from tether.llm.config import TrainConfig
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
-_METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "clip_low", "clip_high", "max_grad_norm")
+_METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "step_back", "clip_low", "clip_high", "max_grad_norm")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:

@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tether.errors import InvalidInputError, TetherError, TetherWarning
-from tether.step_back_search import LineSearch
+from tether.step_back_search import PASSES, LineSearch, Statistic, check_step_back
 
-Statistic = Literal["mean", "max"] | float
+__all__ = ["Statistic", "StepBack", "StepBackResult"]
 
 #: Elements of a parameter that are moved at a time: what is on the accelerator besides the weights.
 _BLOCK_ELEMENTS = 1 << 24
@@ -101,7 +100,7 @@ class StepBack:
         budget: float,
         *,
         statistic: Statistic = "mean",
-        passes: int = 4,
+        passes: int = PASSES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_step_back(budget, statistic, passes)
@@ -266,29 +265,6 @@ class StepBack:
         self._old = [_beside(parameter) for parameter in self._parameters] if found else []
         for index, kept in enumerate(self._old):
             kept.copy_(state[str(index)])
-
-
-def check_step_back(budget: Any, statistic: Any, passes: Any) -> None:
-    """Refuse settings out of range.
-
-    Raises:
-        InvalidInputError: naming the setting and its value.
-    """
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
-        raise InvalidInputError(
-            f"The budget of a step back must be a positive number of nats, such as 0.05; got {budget!r}."
-        )
-    quantile = isinstance(statistic, float) and 0 < statistic < 1
-    if not quantile and statistic not in ("mean", "max"):
-        raise InvalidInputError(
-            "The statistic of a step back is 'mean', 'max' or a quantile between 0 and 1, such as 0.99; "
-            f"got {statistic!r}."
-        )
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 2:
-        raise InvalidInputError(
-            "A step back takes at least 2 passes, one at the new weights and one on the way back; got "
-            f"{passes!r}."
-        )
 
 
 def _check_parameters(parameters: list[Tensor], module: nn.Module | None) -> None:

@@ -1,8 +1,16 @@
-"""Where on the line to the old weights to measure next, in a handful of measurements."""
+"""Where on the line to the old weights to measure next, and which settings of a step back make sense."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
+
+from tether.errors import InvalidInputError
+
+Statistic = Literal["mean", "max"] | float
+
+#: Measurements a step back may take unless it is told.
+PASSES = 4
 
 #: The least share of the budget that a search is content with, while it has passes left.
 CONTENT = 0.8
@@ -73,3 +81,26 @@ class LineSearch:
             self.kept, self.divergence = t, divergence
         else:
             self._outside.append((t, math.sqrt(divergence)))
+
+
+def check_step_back(budget: Any, statistic: Any, passes: Any) -> None:
+    """Refuse settings out of range.
+
+    Raises:
+        InvalidInputError: naming the setting and its value.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
+        raise InvalidInputError(
+            f"The budget of a step back must be a positive number of nats, such as 0.05; got {budget!r}."
+        )
+    quantile = isinstance(statistic, float) and 0 < statistic < 1
+    if not quantile and statistic not in ("mean", "max"):
+        raise InvalidInputError(
+            "The statistic of a step back is 'mean', 'max' or a quantile between 0 and 1, such as 0.99; "
+            f"got {statistic!r}."
+        )
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 2:
+        raise InvalidInputError(
+            "A step back takes at least 2 passes, one at the new weights and one on the way back; got "
+            f"{passes!r}."
+        )

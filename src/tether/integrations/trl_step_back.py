@@ -22,7 +22,8 @@ from tether.integrations.exact_head import HeadSnapshot, OldTokens
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import HIDDEN, loss_mask, old_support, unpack
 from tether.integrations.trl_resume import as_sharded
-from tether.step_back import Statistic, StepBack, check_step_back
+from tether.step_back import StepBack
+from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -66,7 +67,7 @@ class StepBackOptions:
     """In nats: what KL(new || old) of a batch's response tokens must not exceed after its updates."""
     statistic: Statistic = "mean"
     """Of the tokens: "mean", "max", or a quantile such as 0.99."""
-    passes: int = 4
+    passes: int = PASSES
     """Passes over the batch that bringing it back may take; the first is at the new weights."""
     every: int | None = None
     """Updates between two measurements within a batch; by default there is one, after the last."""

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, InvalidInputError
 from tether.llm.method_names import OWN_FIELDS, TRUST_REGIONS, Estimator, is_loss, method_label
 from tether.names import unknown
 from tether.settings import Region, Support, TROLLSettings
+from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
@@ -52,6 +53,13 @@ class TrainConfig:
     """TROLL: bound each token, or the mean over a sequence's tokens."""
     kl_stop: float | None = None
     """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
+    step_back: float | None = None
+    """After a batch's updates, take the network back along the line to the weights that sampled, until its
+    measured KL(new || old) on the batch is within this many nats."""
+    step_back_statistic: Statistic = "mean"
+    """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
+    step_back_every: int | None = None
+    """step_back: also measure after every so many updates of a batch; by default after the last alone."""
     clip_low: float | None = None
     """Clip: how far a ratio may fall; by default .2, and 3e-4 for gspo."""
     clip_high: float | None = None
@@ -272,6 +280,7 @@ def _check_method(config: TrainConfig) -> None:
         )
     if config.kl_stop is not None and not (config.kl_stop > 0 and math.isfinite(config.kl_stop)):
         raise ConfigError(f"kl_stop must be a positive number, got {config.kl_stop}.")
+    _check_step_back(config)
     if config.estimator == "ppo" and config.quantization != "none":
         raise ConfigError(
             f"estimator='ppo' trains a copy of the backbone as its critic, which quantization="
@@ -283,3 +292,27 @@ def _check_method(config: TrainConfig) -> None:
     for name in ("critic_learning_rate", "value_clip"):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}.")
+
+
+def _check_step_back(config: TrainConfig) -> None:
+    if config.step_back is None:
+        if config.step_back_every is not None or config.step_back_statistic != "mean":
+            raise ConfigError(
+                "step_back_statistic and step_back_every say how a budget is kept, and there is none: set "
+                "step_back, such as 0.02."
+            )
+        return
+    try:
+        check_step_back(config.step_back, config.step_back_statistic, PASSES)
+    except InvalidInputError as error:
+        raise ConfigError(f"step_back: {error}") from error
+    if config.updates_per_rollout == 1:
+        raise ConfigError(
+            "step_back goes back to the policy that wrote a batch, which TRL does not record where each "
+            "serves one update. Set updates_per_rollout to 2 or more, or step_back to none."
+        )
+    if config.step_back_every is not None and not 1 <= config.step_back_every <= config.updates_per_rollout:
+        raise ConfigError(
+            f"step_back_every={config.step_back_every} must lie between 1 and the "
+            f"{config.updates_per_rollout} updates on a batch."
+        )

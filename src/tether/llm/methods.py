@@ -45,7 +45,12 @@ def build_trainer(
     """
     trainer_class, args, chosen = _trust_region(config, settings)
     trainer: OldPolicyTrainer = trainer_class(
-        args=args, **arguments, **chosen, estimator=_estimator(config), kl_stop=config.kl_stop
+        args=args,
+        **arguments,
+        **chosen,
+        estimator=_estimator(config),
+        kl_stop=config.kl_stop,
+        step_back=_step_back(config),
     )
     return trainer
 
@@ -80,6 +85,14 @@ def _troll_settings(config: TrainConfig) -> dict[str, Any]:
         "troll_region": config.region,
         "troll_pack_sequences": config.pack_sequences,
     }
+
+
+def _step_back(config: TrainConfig) -> Any:
+    if config.step_back is None:
+        return None
+    from tether.integrations.trl_step_back import StepBackOptions
+
+    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
 
 
 def _estimator(config: TrainConfig) -> Any:
