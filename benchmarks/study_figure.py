@@ -27,7 +27,7 @@ from tether.llm.config import TrainConfig
 from tether.llm.methods import find_method
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
-_BESIDE_THE_METHOD = ("kl_stop", "max_grad_norm")
+_BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:

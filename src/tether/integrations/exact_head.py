@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from tether.errors import ConfigError
-from tether.ops import linear_trust_region
+from tether.ops import linear_kl, linear_trust_region
 from tether.projection import ProjectedTokens, SparseLogProbs
 from tether.settings import Region
 
@@ -44,12 +44,15 @@ class OldTokens:
     """None where the head is frozen."""
     kl_bound: float
     region: Region
+    only_kl: bool = False
+    """Measure each token's divergence, certified or not, and find out nothing else of it."""
 
     def __getitem__(self, rows: slice) -> OldTokens:
         """Some of the rows, for scoring loops that take a few at a time."""
         return OldTokens(
-            self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region
-        )
+            self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region,
+            self.only_kl,
+        )  # fmt: skip
 
     def sequences(self, at: tuple[Tensor, Tensor]) -> Tensor | None:
         """The sequence of each token, by row and position; those outside the mask are one of their own."""
@@ -95,6 +98,13 @@ def evaluate_exactly(
     if old.head is not None:  # gathered by every process, whether or not its rows need it
         old_weight = whole(old.head.weight).to(weight.dtype)
         old_bias = None if old.head.bias is None else whole(old.head.bias).to(weight.dtype)
+    at_hand = functools.partial(weights_at_hand, weight, bias)
+    if old.only_kl:
+        kl = linear_kl(
+            hidden, weight, old.hidden[at].to(hidden.device), bias=bias, old_weight=old_weight,
+            old_bias=old_bias, weights_at_hand=at_hand, **transform,
+        )  # fmt: skip
+        return _measured(kl)
     return linear_trust_region(
         hidden,
         weight,
@@ -106,9 +116,18 @@ def evaluate_exactly(
         old_bias=old_bias,
         old_support=old.support[at],
         sequences=old.sequences(at),
-        weights_at_hand=functools.partial(weights_at_hand, weight, bias),
+        weights_at_hand=at_hand,
         **transform,
     )
+
+
+def _measured(kl: Tensor) -> ProjectedTokens:
+    """Tokens of which the divergence alone was asked for."""
+    unknown, nowhere = torch.full_like(kl, torch.nan), torch.zeros_like(kl, dtype=torch.bool)
+    return ProjectedTokens(
+        new_log_probs=unknown, old_log_probs=unknown, projected_log_probs=unknown, regression=unknown, kl=kl,
+        step=unknown, projected=nowhere, tail_mass=unknown, entropy=unknown,
+    )  # fmt: skip
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from tether.integrations.trl_old_policy import (
     pack,
     unpack,
 )
+from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
 from tether.integrations.trl_warnings import warn_of_settings
 
 #: How each of TRL's loss types averages.
@@ -73,13 +74,17 @@ class OldPolicyTrainer(StoppableTrainer):
             `trl_critic.CriticOptions`.
         kl_stop: mean KL(new || old) in nats above which the rest of a batch's updates is skipped; see
             `trl_kl_stop.StoppableTrainer`.
+        step_back: the divergence in nats that the network itself is held to after each batch, or
+            `trl_step_back.StepBackOptions`.
         support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
         pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
-            (The last three are settings of `TROLLConfig` in `TROLLTrainer`.)
+            (These three are settings of `TROLLConfig` in `TROLLTrainer`.)
     """
 
-    #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
+    #: Whether the old policy's hidden states are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False
+    #: Whether the LM head is kept with them, on the accelerator.
+    keep_head: bool = True
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
@@ -90,6 +95,7 @@ class OldPolicyTrainer(StoppableTrainer):
         support_top_k: int = TROLLSettings.top_k,
         support_mass: float = 1.0,
         pack_sequences: bool = False,
+        step_back: StepBackOptions | float | None = None,
         **kwargs: Any,
     ) -> None:
         self.support_top_k, self.support_mass = support_top_k, support_mass
@@ -106,6 +112,8 @@ class OldPolicyTrainer(StoppableTrainer):
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
         warn_of_settings(self, self._base_model)
         self._start_estimator()
+        if step_back is not None:
+            self.add_callback(StepBackCallback(self, step_back))
 
     @property
     def _base_model(self) -> Any:
@@ -124,7 +132,7 @@ class OldPolicyTrainer(StoppableTrainer):
                     # Follows its row through TRL's shuffle, so that a report can name the problem.
                     output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
                     self.rollout_rows = list(inputs)
-                    self._old_head = self._snapshot() if self.keep_hidden else None
+                    self._old_head = self._snapshot() if self.keep_hidden and self.keep_head else None
         finally:
             self._recorded = None
         return output

@@ -45,7 +45,9 @@ def make_trainer(
         "processing_class": tokenizer,
         "peft_config": _lora(config),
     }
-    arguments |= {"estimator": config.estimator.for_trainer(), "kl_stop": config.kl_stop}
+    arguments |= {
+        "estimator": config.estimator.for_trainer(), "kl_stop": config.kl_stop, "step_back": _step_back(config)
+    }  # fmt: skip
     settings = _trl_settings(config, task, folder)
     return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
 
@@ -152,6 +154,14 @@ def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
         rng.shuffle(once)
         order += once
     return dataset.select(order[:needed])
+
+
+def _step_back(config: TrainConfig) -> Any:
+    if config.step_back is None:
+        return None
+    from tether.integrations.trl_step_back import StepBackOptions
+
+    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
 
 
 def _lora(config: TrainConfig) -> Any:

@@ -137,7 +137,7 @@ def check_pair(
             f"{tuple(hidden.shape)}, {tuple(old.hidden.shape)} and {tuple(ids.shape)}. Flatten batch and "
             "time, and keep the tokens that count."
         )
-    _check_heads(hidden, weight, bias, old)
+    check_heads(hidden, weight, bias, old)
     check_vocabulary_size(vocabulary_size, weight.shape[0])
     rows = hidden.shape[:1]
     if old.support is not None and old.support.log_tail.shape != rows:
@@ -149,7 +149,8 @@ def check_pair(
     check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 
-def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+    """Refuse heads that do not fit the hidden states, or one another."""
     check_weight(hidden, weight)
     if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
         raise InvalidInputError(
