@@ -144,6 +144,14 @@ class SampledPolicy:
             )
         return renormalise(new, self.truncated)
 
+    def to(self, device: torch.device) -> SampledPolicy:
+        """The same on another device."""
+        of = self.support
+        least = None if of.log_tail_min is None else of.log_tail_min.to(device)
+        support = SparseLogProbs(of.ids.to(device), of.log_probs.to(device), of.log_tail.to(device), least)
+        lag = None if self.lag is None else self.lag.to(device)
+        return SampledPolicy(support, self.sampled_ids.to(device), lag)
+
     def __getitem__(self, rows: Any) -> SampledPolicy:
         """Select rows: indexes the leading dimensions of all tensors."""
         return SampledPolicy(
