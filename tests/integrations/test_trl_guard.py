@@ -47,8 +47,8 @@ TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "_generate_single_turn": (
         GRPOTrainer._generate_single_turn,
         "e36de950c8303b0b",
-        "it must take from vllm_generation.generate the first of each token's log-probabilities, and call the "
-        "model's generate once where Transformers writes the completions.",
+        "it must take from vllm_generation.generate the first of each token's log-probabilities, and call "
+        "the model's generate once where Transformers writes the completions.",
     ),
     "VLLMGeneration.generate": (
         VLLMGeneration.generate,

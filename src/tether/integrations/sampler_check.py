@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.errors import StaleSamplerError
+from tether.errors import StaleSamplerError, TetherWarning
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.trl_evaluation import Evaluation
 from tether.projection import SampledPolicy
@@ -18,10 +19,18 @@ _TOKENS = 64
 _SEQUENCES = 4
 
 #: Mean difference of log-probabilities that is put down to arithmetic: in float32 engines differ by some
-#: 1e-5, in half precision by some .01; an LM head left behind is off by .1 and more, one update by more than
-#: 1e-3.
-_TOLERANCE = {torch.float32: 1e-3}
-_HALF_TOLERANCE = 0.05
+#: 1e-6, where either side rounds to half precision by some .001 to .02. Weights left behind grow beyond
+#: either.
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.05
+#: So many times the first transfer's difference is worth a warning, before the tolerance is reached.
+_UNUSUAL = 5.0
+
+
+_CAUSES = (
+    "Weights that were not updated (a tied or packed LM head is the usual one), a prefix cache that was not "
+    "reset, "
+    "another temperature, or a sampler that reports log-probabilities before processing."
+)
 
 
 class SamplerCheck:
@@ -36,6 +45,7 @@ class SamplerCheck:
         self._trainer = trainer
         self._tolerance = tolerance
         self._checked_step: int | None = None
+        self._first: float | None = None  # difference after the first transfer
 
     def after_generation(self, output: dict[str, Tensor], policy: SampledPolicy) -> None:
         """Check the first rollouts after new weights.
@@ -57,25 +67,42 @@ class SamplerCheck:
         trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
         if not mean <= tolerance:
             raise StaleSamplerError(
-                f"After the transfer of the weights of step {step}, the sampler's log-probabilities of "
-                f"{int(totals[1])} tokens differ from the trainer's by {mean:.2g} in the mean; arithmetic "
-                "explains "
-                f"{tolerance:g}. Weights that were not updated (a tied or packed LM head is the usual one), "
-                "a prefix "
-                "cache that was not reset, another temperature, or a sampler that reports log-probabilities "
-                "before "
-                "processing. If it is the engine's precision, set the tolerance (troll_sampler_tolerance)."
+                f"{self._finding(step, int(totals[1]), mean)}; arithmetic explains {tolerance:g}. {_CAUSES} "
+                "If it is "
+                "the engine's precision, set the tolerance (troll_sampler_tolerance)."
             )
+        if self._first is None:
+            self._first = mean
+        elif mean > max(_UNUSUAL * self._first, _TOLERANCE):
+            warnings.warn(
+                f"{self._finding(step, int(totals[1]), mean)}; after the first transfer it was "
+                f"{self._first:.2g}. "
+                f"{_CAUSES}",
+                TetherWarning,
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _finding(step: int, tokens: int, mean: float) -> str:
+        return (
+            f"After the transfer of the weights of step {step}, the sampler's log-probabilities of {tokens} "
+            "tokens "
+            f"differ from the trainer's by {mean:.2g} in the mean"
+        )
 
     @property
     def tolerance(self) -> float:
-        """What was chosen, or what the precision explains."""
+        """What was chosen, or what the coarser of both sides' precisions explains."""
         if self._tolerance is not None:
             return self._tolerance
-        args = self._trainer.args
-        if args.bf16 or args.fp16:
-            return _HALF_TOLERANCE
-        return _TOLERANCE.get(next(self._trainer.model.parameters()).dtype, _HALF_TOLERANCE)
+        trainer = self._trainer
+        exact = not (trainer.args.bf16 or trainer.args.fp16)
+        exact = exact and next(trainer.model.parameters()).dtype == torch.float32
+        return (
+            _TOLERANCE
+            if exact and _engine_dtype(trainer.vllm_generation) == torch.float32
+            else _HALF_TOLERANCE
+        )
 
     @torch.no_grad()
     def _difference(self, output: dict[str, Tensor], policy: SampledPolicy) -> tuple[Tensor, Tensor]:
@@ -93,3 +120,9 @@ class SamplerCheck:
         trainer._get_per_token_logps_and_entropies(evaluation, ids, attention, completion.shape[1])
         difference = (evaluation.log_probs - few.log_probs).abs()
         return torch.where(counted > 0, difference, 0.0).sum(), counted.sum().to(difference.dtype)
+
+
+def _engine_dtype(generation: Any) -> torch.dtype | None:
+    """Of the weights of a colocated engine, which rounds float32 models unless it is told otherwise."""
+    llm = getattr(generation, "llm", None)
+    return None if llm is None else llm.llm_engine.model_config.dtype

@@ -18,6 +18,7 @@ from tether.errors import ConfigError
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
 from tether.integrations.trl_resume import ResumableTrainer
+from tether.integrations.vllm_on_cpu import reload_weights
 from tether.projection import SampledPolicy
 from tether.settings import Anchor
 
@@ -43,7 +44,9 @@ class ReportingTrainer(ResumableTrainer):
         self._reported: list[list[float]] | None = None
         self._sampler: SampledPolicy | None = None  # of the batch being scored
         self._answers = 0  # scoring passes of TRL's that the records answer
-        if self.anchor == "trainer" and self.sampler_weight is None:
+        if self.use_vllm and self.vllm_mode == "colocate" and self.accelerator.device.type == "cpu":
+            reload_weights(self.vllm_generation)
+        if not self._reports:
             return
         if self.use_transformers_continuous_batching:
             raise ConfigError(
