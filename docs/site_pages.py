@@ -46,7 +46,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.integrations.trl_losses",
         "tether.integrations.trl_advantages",
         "tether.integrations.trl_critic",
-        "tether.integrations.trl_inside",
+        "tether.integrations.trl_kl_stop",
         "tether.integrations.loss_options",
     ),
     "Language models": (

@@ -117,10 +117,7 @@ def test_rivals_get_the_same_records(train: Callable[..., Any], name: str, optio
 
 
 def test_the_clip_baseline_takes_its_ratio_to_the_sampler(train: Callable[..., Any]) -> None:
-    class Sampled(OldPolicyTrainer):
-        anchor = "sampler"
-
-    trainer = train(Sampled, GRPOConfig, max_steps=2)
+    trainer = train(OldPolicyTrainer, GRPOConfig, max_steps=2, trainer_arguments={"anchor": "sampler"})
     assert [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ class RunData:
             CheckpointError: not a run folder.
         """
         folder = RunFolder.open(path)
+        kind = kind_named(folder.config.kind, kinds)
         return cls(
             path=folder.path,
-            config=folder.config,
-            kind=kind_named(folder.config.kind, kinds),
+            config=replace(folder.config, settings=kind.current_settings(folder.config.settings)),
+            kind=kind,
             metrics=folder.metrics(),
             evals=folder.evals(),
             finished=folder.finished,

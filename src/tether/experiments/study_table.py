@@ -151,8 +151,8 @@ class StudyTable:
 
     def _run(self, key: Key, record: dict[str, Any], rows: _Rows) -> RunData:
         end = record.pop("end")
-        config = RunConfig(**record)
-        kind = kind_named(config.kind, self._kinds)
+        kind = kind_named(record["kind"], self._kinds)
+        config = RunConfig(**record | {"settings": kind.current_settings(record["settings"])})
         return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, bool(end), end)
 
 

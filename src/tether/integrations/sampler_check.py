@@ -12,6 +12,7 @@ from torch import Tensor
 from tether.errors import StaleSamplerError, TetherWarning
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.trl_evaluation import Evaluation
+from tether.integrations.trl_old_policy import loss_mask
 from tether.projection import SampledPolicy
 
 #: Tokens that are compared, from as many sequences as it takes.
@@ -110,9 +111,7 @@ class SamplerCheck:
         trainer = self._trainer
         rows = slice(0, _SEQUENCES)
         prompt, completion = output["prompt_ids"][rows], output["completion_ids"][rows, :_TOKENS]
-        counted = output["completion_mask"][rows, :_TOKENS]
-        if "tool_mask" in output:
-            counted = counted * output["tool_mask"][rows, :_TOKENS]
+        counted = loss_mask(output)[rows, :_TOKENS]
         attention = torch.cat((output["prompt_mask"][rows], output["completion_mask"][rows, :_TOKENS]), 1)
         few = policy[rows, :_TOKENS]
         evaluation = Evaluation(trainer.model, at_reported_ids(few.support.ids, few.support.log_tail))

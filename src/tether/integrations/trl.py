@@ -69,12 +69,13 @@ class TROLLTrainer(ObjectiveTrainer):
                 f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
                 "TROLLConfig takes every argument of GRPOConfig."
             )
-        self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
         self.keep_hidden = args.troll_support == "exact"
-        self.pack_sequences = args.troll_pack_sequences
-        self.anchor, self.sampler_weight = args.troll_anchor, args.troll_sampler_weight
-        self.sampler_tolerance = args.troll_sampler_tolerance
-        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        super().__init__(
+            model, reward_funcs, args, *rest, support_top_k=args.troll_top_k, support_mass=args.troll_mass,
+            pack_sequences=args.troll_pack_sequences, anchor=args.troll_anchor,
+            sampler_weight=args.troll_sampler_weight, sampler_tolerance=args.troll_sampler_tolerance,
+            **kwargs,
+        )  # fmt: skip
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's, which cites TROLL, and Tether's version."""

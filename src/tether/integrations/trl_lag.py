@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tether.errors import CheckpointError, ConfigError
-from tether.integrations.trl_trainer import OldPolicyTrainer
+from tether.integrations.trl_kl_stop import StoppableTrainer
 
 
-class LaggedTrainer(OldPolicyTrainer):
-    """A trainer whose own policy of `lag` updates ago writes its completions; put it before another's class.
+class LaggedTrainer(StoppableTrainer):
+    """`GRPOTrainer` whose own policy of `lag` updates ago writes its completions, if it is given one.
 
     Args besides those of `GRPOTrainer`:
 
@@ -48,7 +48,7 @@ class LaggedTrainer(OldPolicyTrainer):
     def _check_lag(self) -> None:
         if isinstance(self.lag, bool) or not isinstance(self.lag, int) or self.lag < 0:
             raise ConfigError(f"lag counts updates, an integer from 0; got {self.lag!r}.")
-        if self.num_iterations != 1:
+        if self.lag and self.num_iterations != 1:
             raise ConfigError(
                 f"num_iterations={self.num_iterations} would use each stale batch several times, and its "
                 "age would be "
@@ -74,6 +74,7 @@ class LaggedTrainer(OldPolicyTrainer):
 
     @contextmanager
     def _sampling_weights(self) -> Iterator[int]:
+        """While completions are generated: whose weights do it, as the optimizer step they are of."""
         now = int(self.state.global_step)
         if not self.lag or not self.model.training:
             yield now
@@ -102,7 +103,7 @@ class LaggedTrainer(OldPolicyTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.lag and not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder = self._checkpoint_folder(trial)
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {
                 f"{version}/{name}": weight.contiguous()

@@ -18,7 +18,6 @@ from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import old_support
 from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
 from tether.losses import PolicyLoss, ProjectedTokens, find_loss
-from tether.settings import Anchor
 
 # Far apart, so that neighbouring seeds of a run never share a step's random numbers.
 _SEED_STRIDE = 1_000_003
@@ -27,13 +26,10 @@ _SEED_STRIDE = 1_000_003
 class PolicyLossTrainer(ObjectiveTrainer):
     """`GRPOTrainer` with a loss of `tether.losses.LOSSES` in place of the clip.
 
-    Takes the arguments of `GRPOTrainer` and three keywords:
+    Takes the arguments of `GRPOTrainer` and two keywords:
 
         policy_loss: a name of `tether.losses.LOSSES` other than "troll", whose trainer is `TROLLTrainer`; or
             where your own is, "package.module:function" (docs/own_loss.md).
-        anchor: "sampler" to compare with the policy that sampled, from the log-probabilities its engine
-            reports, instead of the one that TRL scores: no scoring pass, and losses that look at
-            distributions get those.
         loss_options: its settings, such as {"clip_ratio_high": 0.28}; see
             `tether.integrations.loss_options.loss_options`.
 
@@ -79,14 +75,12 @@ class PolicyLossTrainer(ObjectiveTrainer):
         *rest: Any,
         policy_loss: str,
         loss_options: Mapping[str, Any] | None = None,
-        anchor: Anchor | None = None,
         **kwargs: Any,
     ) -> None:
         if policy_loss == "troll":
             raise ConfigError("TROLL has a trainer of its own: tether.integrations.trl.TROLLTrainer.")
         self.policy_loss = policy_loss
         self.loss_options = dict(loss_options or {})
-        self.anchor = self.anchor if anchor is None else anchor
         check_loss_options(policy_loss, self.loss_options)
         if args is not None:
             _check_settings(args)

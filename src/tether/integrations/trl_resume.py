@@ -66,11 +66,14 @@ class ResumableTrainer(FittedTrainer):
         """Of a batch of rollouts, over all its uses."""
         return int(self.args.steps_per_generation * self.num_iterations)
 
+    def _checkpoint_folder(self, trial: Any) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First, so that a checkpoint that TRL has finished is whole.
         inside = self._step % self._micro_batches_a_rollout
         if inside and self._buffered_inputs is not None and not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder = self._checkpoint_folder(trial)
             batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
             save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
         super()._save_checkpoint(model, trial)

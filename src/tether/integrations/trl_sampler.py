@@ -7,8 +7,7 @@ likeliest ids besides, and the records follow their tokens through TRL's lists (
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate.utils import is_peft_model
@@ -17,29 +16,44 @@ from torch import Tensor
 from tether.errors import ConfigError
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
-from tether.integrations.trl_resume import ResumableTrainer
+from tether.integrations.trl_lag import LaggedTrainer
+from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.vllm_on_cpu import reload_weights
 from tether.projection import SampledPolicy
-from tether.settings import Anchor
+from tether.settings import Anchor, check_choice
 
 #: The optimizer step whose weights sampled a completion, in TRL's batch.
 VERSION = "sampler_version"
 
 
-class ReportingTrainer(ResumableTrainer):
-    """`GRPOTrainer` that can know the policy which sampled; see `tether.integrations.trl.TROLLConfig`."""
+class ReportingTrainer(LaggedTrainer):
+    """`GRPOTrainer` that can know the policy which sampled.
 
-    #: Which policy the trust region is around: the trainer's own when the rollouts began, or the one that
-    #: sampled.
-    anchor: Anchor = "trainer"
-    #: With the trainer's: the largest weight pi_prox / mu that corrects for the sampler; None for no
-    #: correction.
-    sampler_weight: float | None = None
-    #: How far the sampler's log-probabilities may be from the trainer's right after new weights, in the mean.
-    sampler_tolerance: float | None = None
+    Args besides those of `GRPOTrainer`:
+
+        anchor: which policy the trust region is around; see `tether.settings.Anchor`.
+        sampler_weight: with ``anchor="trainer"``, the largest weight pi / sampler of a token's policy
+            gradient, pi being the trainer's policy when the rollouts began (the decoupled form); None for no
+            correction.
+        sampler_tolerance: of vLLM, see `sampler_check.SamplerCheck`.
+
+    Raises:
+        ConfigError: a way to generate that does not report, or truncated sampling with a reference penalty.
+        StaleSamplerError: a sampler without the weights it was given.
+    """
+
     support_top_k: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        anchor: Anchor = "trainer",
+        sampler_weight: float | None = None,
+        sampler_tolerance: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("anchor", anchor, get_args(Anchor))
+        self.anchor, self.sampler_weight, self.sampler_tolerance = anchor, sampler_weight, sampler_tolerance
         super().__init__(*args, **kwargs)
         self._reported: list[list[float]] | None = None
         self._sampler: SampledPolicy | None = None  # of the batch being scored
@@ -76,10 +90,6 @@ class ReportingTrainer(ResumableTrainer):
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_peft_model(model) else model
 
-    def _sampling_weights(self) -> AbstractContextManager[int]:
-        """While completions are generated: whose weights do it, as the optimizer step they are of."""
-        return nullcontext(int(self.state.global_step))
-
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sampling_weights() as version:
             self._version = version
@@ -100,9 +110,7 @@ class ReportingTrainer(ResumableTrainer):
         try:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
             if self._reports:
-                ids, mask = output["completion_ids"], output["completion_mask"]
-                if "tool_mask" in output:
-                    mask = mask * output["tool_mask"]
+                ids, mask = output["completion_ids"], loss_mask(output)
                 policy = self._sampler = self._collect(ids, mask)
                 output["sampling_per_token_logps"] = torch.where(mask > 0, policy.log_probs, 0.0)
                 output[VERSION] = torch.full((len(ids),), self._version, device=ids.device)

@@ -43,6 +43,7 @@ from tether.integrations.trl_old_policy import (
     LOG_TAIL,
     Recorded,
     bytes_a_token,
+    loss_mask,
     old_support,
     pack,
     unpack,
@@ -69,19 +70,38 @@ class OldPolicyTrainer(ReportingTrainer):
     On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
     far the new distributions are from the old ones: `trust_region/kl_mean`, `kl_max`. It is the
     baseline to compare with, and the base of `TROLLTrainer`.
+
+    Takes the arguments of `GRPOTrainer` and, as all trainers here, these keywords:
+
+        estimator: what replaces TRL's advantages: a name of `tether.advantages.ADVANTAGES`, your own as
+            "package.module:function", `trl_advantages.FromRewards` with options, or a critic,
+            `trl_critic.CriticOptions`.
+        kl_stop: mean KL(new || old) in nats above which the rest of a batch's updates is skipped; see
+            `trl_kl_stop.StoppableTrainer`.
+        support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
+        pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
+        anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
+            the one that TRL scores; sampler_weight, sampler_tolerance: see `trl_sampler.ReportingTrainer`.
+            (From support_top_k on these are settings of `TROLLConfig` in `TROLLTrainer`.)
+        lag: sample from the policy of so many updates ago; see `trl_lag.LaggedTrainer`.
     """
 
-    support_top_k: int = TROLLSettings.top_k
-    support_mass: float = 1.0
     #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False
-    #: Whether a micro-batch goes through the model without its padding; see `tether.integrations.packing`.
-    pack_sequences: bool = False
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        support_top_k: int = TROLLSettings.top_k,
+        support_mass: float = 1.0,
+        pack_sequences: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.support_top_k, self.support_mass = support_top_k, support_mass
+        self.pack_sequences = pack_sequences
         super().__init__(*args, **kwargs)
         self._recorded: list[Recorded] | None = None  # while fresh completions are scored
         self._old_head: HeadSnapshot | None = None
@@ -93,6 +113,7 @@ class OldPolicyTrainer(ReportingTrainer):
             if self.ref_model is not None:
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
         warn_of_settings(self, self._base_model)
+        self._start_estimator()
 
     @property
     def _base_model(self) -> Any:
@@ -256,6 +277,7 @@ class OldPolicyTrainer(ReportingTrainer):
         self, tokens: ProjectedTokens, of_objective: Mapping[str, Tensor], inputs: dict[str, Any]
     ) -> None:
         mask = loss_mask(inputs)
+        self._count_moved(tokens.kl, mask)
         others = {name: value for name, value in of_objective.items() if name not in _MEASURED_ALREADY}
         metrics = {**others, **tokens.metrics(mask)}
         acted = (tokens.projected & (mask > 0)).sum()
@@ -317,12 +339,6 @@ class ObjectiveTrainer(OldPolicyTrainer):
         if training:
             items = items * accumulation / self.args.steps_per_generation
         return loss_mask(inputs).sum().clamp(min=1.0) / items
-
-
-def loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _weighted_mean(values: list[float], weights: list[float]) -> float:

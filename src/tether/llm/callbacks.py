@@ -63,7 +63,6 @@ _METRICS = {
     "trust_region/divergence_mean": "divergence_mean",
     "trust_region/divergence_max": "divergence_max",
     "trust_region/stopped": "stopped",
-    "trust_region/alpha": "alpha",
     "trust_region/lag": "lag",
     "trust_region/sampler_mismatch": "sampler_mismatch",
     **{f"trust_region/{theirs}": ours for theirs, ours in lag_names().items()},

@@ -160,12 +160,12 @@ def _changed(kept: dict[str, object], train: TrainConfig) -> str:
     from tether.experiments.files import dump_json, load_json
 
     asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
-    kept = {name: kept.get(name, default) for name, default in defaults.items()}
+    kept = {**defaults, **kept}
     ignored = {"device", "save_every", "keep_checkpoints", "name"}
     return "; ".join(
-        f"{name}: {value!r} there, {asked[name]!r} here"
+        f"{name}: {value!r} there, {asked.get(name, 'no such setting')!r} here"
         for name, value in kept.items()
-        if name not in ignored and asked[name] != value
+        if name not in ignored and (name not in asked or asked[name] != value)
     )
 
 

@@ -50,10 +50,6 @@ class TrainConfig:
     their exact mass, or with the paper's fixed probability for each other id."""
     region: Region = TROLLSettings.region
     """TROLL: bound each token, or the mean over a sequence's tokens."""
-    alpha_tolerance: float | None = None
-    """TROLL: adapt alpha until the network's mean excess over the bound is this share of the bound."""
-    regression_updates: int = 0
-    """TROLL: the last so many updates of each batch only pull the network to its projection."""
     kl_stop: float | None = None
     """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
     clip_low: float | None = None
@@ -274,7 +270,8 @@ def _check_method(config: TrainConfig) -> None:
             f"loss_options={dict(config.loss_options)} are for losses of tether.losses; "
             f"{config.trust_region} is set by fields: {OWN_FIELDS[config.trust_region]}."
         )
-    _check_inside(config)
+    if config.kl_stop is not None and not (config.kl_stop > 0 and math.isfinite(config.kl_stop)):
+        raise ConfigError(f"kl_stop must be a positive number, got {config.kl_stop}.")
     if config.estimator == "ppo" and config.quantization != "none":
         raise ConfigError(
             f"estimator='ppo' trains a copy of the backbone as its critic, which quantization="
@@ -286,22 +283,3 @@ def _check_method(config: TrainConfig) -> None:
     for name in ("critic_learning_rate", "value_clip"):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}.")
-
-
-def _check_inside(config: TrainConfig) -> None:
-    of_troll = {
-        "alpha_tolerance": config.alpha_tolerance,
-        "regression_updates": config.regression_updates or None,
-    }
-    for name, value in of_troll.items():
-        if value is not None and config.trust_region != "troll":
-            raise ConfigError(f"{name}={value} acts on TROLL's regression; {config.trust_region} has none.")
-    for name in ("alpha_tolerance", "kl_stop"):
-        value = getattr(config, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} must be a positive number, got {value}.")
-    if not 0 <= config.regression_updates < config.updates_per_rollout:
-        raise ConfigError(
-            f"regression_updates={config.regression_updates} must leave some of the "
-            f"{config.updates_per_rollout} updates of a batch to the policy gradient."
-        )

@@ -44,13 +44,9 @@ def build_trainer(
         arguments: of its trainer, besides `args`.
     """
     trainer_class, args, chosen = _trust_region(config, settings)
-    estimator, more = _estimator(config)
-    inside, remedies = _inside(config)
-    bases = tuple(base for base in (estimator, inside, trainer_class) if base is not None)
-    # Baselines look at as many ids as TROLL would, to measure how far the policy moves.
-    support = {"support_top_k": config.top_k, "support_mass": config.mass}
-    made: Any = type(trainer_class.__name__, bases, {**support, "pack_sequences": config.pack_sequences})
-    trainer: OldPolicyTrainer = made(args=args, **arguments, **chosen, **more, **remedies)
+    trainer: OldPolicyTrainer = trainer_class(
+        args=args, **arguments, **chosen, estimator=_estimator(config), kl_stop=config.kl_stop
+    )
     return trainer
 
 
@@ -61,13 +57,17 @@ def _trust_region(config: TrainConfig, settings: dict[str, Any]) -> tuple[type, 
 
     if config.trust_region == "troll":
         return TROLLTrainer, TROLLConfig(**settings, **_troll_settings(config)), {}
+    # Baselines look at as many ids as TROLL would, to measure how far the policy moves.
+    looking = {
+        "support_top_k": config.top_k, "support_mass": config.mass, "pack_sequences": config.pack_sequences,
+    }  # fmt: skip
     if is_loss(config.trust_region):
         from tether.integrations.trl_losses import PolicyLossTrainer
 
         chosen = {"policy_loss": config.trust_region, "loss_options": dict(config.loss_options)}
-        return PolicyLossTrainer, GRPOConfig(**settings), chosen
+        return PolicyLossTrainer, GRPOConfig(**settings), chosen | looking
     low, high = config.clip_range if config.trust_region == "clip" else (math.inf, math.inf)
-    return OldPolicyTrainer, GRPOConfig(**settings, epsilon=low, epsilon_high=high), {}
+    return OldPolicyTrainer, GRPOConfig(**settings, epsilon=low, epsilon_high=high), looking
 
 
 def _troll_settings(config: TrainConfig) -> dict[str, Any]:
@@ -82,34 +82,19 @@ def _troll_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _estimator(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
+def _estimator(config: TrainConfig) -> Any:
     if config.estimator == "ppo":
-        from tether.integrations.trl_critic import CriticOptions, CriticTrainer
+        from tether.integrations.trl_critic import CriticOptions
 
-        critic = CriticOptions(
+        return CriticOptions(
             learning_rate=config.critic_learning_rate,
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
             clip_range=None if math.isinf(config.value_clip) else config.value_clip,
         )
-        return CriticTrainer, {"critic": critic}
     if config.estimator in _FROM_REWARDS:
-        from tether.integrations.trl_advantages import AdvantageTrainer
+        from tether.integrations.trl_advantages import FromRewards
 
         options = {"gamma": config.gamma} if config.estimator == "reinforce_plus_plus" else {}
-        return AdvantageTrainer, {"advantage": config.estimator, "advantage_options": options}
-    return None, {}
-
-
-def _inside(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
-    """The remedies that keep the network itself near the old policy, where any was chosen."""
-    if config.kl_stop is None and config.alpha_tolerance is None and config.regression_updates == 0:
-        return None, {}
-    from tether.integrations.trl_inside import InsideOptions, InsideTrainer
-
-    options = InsideOptions(
-        kl_stop=config.kl_stop,
-        alpha_tolerance=config.alpha_tolerance,
-        regression_updates=config.regression_updates,
-    )
-    return InsideTrainer, {"inside": options}
+        return FromRewards(config.estimator, options)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tether.experiments.run_kind import PanelSpec, RunKind, Settings, plain_metric_text
+from tether.llm.saved_settings import current_settings
 
 
 def metric_text(name: str) -> str:
@@ -85,4 +86,5 @@ LLM_RUNS = RunKind(
         "unstable training."
     ),
     columns=("model", "task", "trust_region", "estimator", "updates_per_rollout", "learning_rate"),
+    current_settings=current_settings,
 )

@@ -105,6 +105,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         settings=config.settings(),
         resume=config.resume,
         may_change=_MAY_CHANGE,
+        current_settings=LLM_RUNS.current_settings,
         tensorboard=True,
     ) as run:
         yield run
