@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from tether.integrations.exact_head import OldTokens, evaluate_exactly, whole
 from tether.ops import LinearLogProbs, linear_log_probs
+from tether.projection.sampled import renormalise
 from tether.projection.sparse import EMPTY, SparseLogProbs
 
 IGNORED_LABEL = -100
@@ -83,7 +84,8 @@ def add_sparse_head(
     - ``support_top_k=K``: the support is the model's own K most likely ids (cut at `support_mass`)
       and the label: how the old policy is recorded. With ``keep_hidden=True`` the last hidden states too.
     - ``support_ids=[B, T', K]`` for the last T' positions: the support is given: how the new policy
-      is seen on the old one's ids.
+      is seen on the old one's ids. Where ``support_truncated=[B, T']`` is true, nothing else could be
+      sampled: it is renormalised on them, and so is the label's log-probability.
     - ``old_tokens=OldTokens(...)`` for the last T' positions: the new policy is compared with the old one
       over the whole vocabulary, and projected.
 
@@ -108,6 +110,7 @@ def add_sparse_head(
         support_top_k: int | None = None,
         support_mass: float = 1.0,
         support_ids: Tensor | None = None,
+        support_truncated: Tensor | None = None,
         old_tokens: OldTokens | None = None,
         keep_hidden: bool = False,
         **kwargs: Any,
@@ -152,6 +155,10 @@ def add_sparse_head(
             transform,
             functools.partial(weights_at_hand, weight, bias),
         )
+        if support_truncated is not None:
+            truncated = support_truncated[counted[:, -support_truncated.shape[1] :]]
+            support = renormalise(support, truncated)
+            sampled_log_probs = torch.where(truncated, support.log_prob_of(sampled), sampled_log_probs)
         return SparseHeadOutput(
             log_probs=_spread(sampled_log_probs, counted, 0.0),
             entropy=_spread(entropy, counted, 0.0),

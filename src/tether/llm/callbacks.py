@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
 from tether.experiments.step_meter import StepMeter
+from tether.integrations.lag_metrics import lag_names
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Whereabouts
@@ -66,6 +67,9 @@ _METRICS = {
     "step_back/kl_before": "network_kl_before",
     "step_back/kl": "network_kl",
     "step_back/passes": "network_passes",
+    "trust_region/lag": "lag",
+    "trust_region/sampler_mismatch": "sampler_mismatch",
+    **{f"trust_region/{theirs}": ours for theirs, ours in lag_names().items()},
     "critic/value_loss": "critic_loss",
     "critic/explained_variance": "explained_variance",
     "critic/clipped": "critic_clipped",

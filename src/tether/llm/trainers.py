@@ -46,8 +46,10 @@ def make_trainer(
         "peft_config": _lora(config),
     }
     arguments |= {
-        "estimator": config.estimator.for_trainer(), "kl_stop": config.kl_stop, "step_back": _step_back(config)
-    }  # fmt: skip
+        "estimator": config.estimator.for_trainer(),
+        "kl_stop": config.kl_stop,
+        "step_back": _step_back(config),
+    }
     settings = _trl_settings(config, task, folder)
     return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
 
