@@ -19,7 +19,7 @@ from tether.experiments import RunFolder, TrainingProgress
 from tether.experiments.step_meter import StepMeter
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
-from tether.llm.failures import Whereabouts
+from tether.llm.failures import Activity
 from tether.llm.tasks import Task
 from tether.llm.tasks.training import PARTS
 
@@ -127,13 +127,13 @@ class EvaluationCallback(TrainerCallback):
         progress: TrainingProgress,
         evaluate: Callable[[], Evaluation],
         config: TrainConfig,
-        where: Whereabouts,
+        activity: Activity,
     ) -> None:
         self._run = run
         self._progress = progress
         self._evaluate = evaluate
         self._config = config
-        self._where = where
+        self._activity = activity
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The starting point; a resumed run has it already."""
@@ -147,7 +147,7 @@ class EvaluationCallback(TrainerCallback):
             self._measure(step)
 
     def _measure(self, step: int) -> None:
-        with self._where.during("evaluating"):
+        with self._activity.during("evaluating"):
             result = self._evaluate()
         if self._run is None:
             return
@@ -231,16 +231,16 @@ class CheckpointCallback(TrainerCallback):
     Args:
         run: the run's folder; None in the processes of a distributed run that do not write it.
         config: says when to save and how many to keep.
-        where: told what is being done.
+        activity: told what is being done.
         together: the processes of the run.
     """
 
     def __init__(
-        self, run: RunFolder | None, config: TrainConfig, where: Whereabouts, together: Accelerator
+        self, run: RunFolder | None, config: TrainConfig, activity: Activity, together: Accelerator
     ) -> None:
         self._run = run
         self._config = config
-        self._where = where
+        self._activity = activity
         self._together = together
         self._stop = False
 
@@ -257,7 +257,7 @@ class CheckpointCallback(TrainerCallback):
             self._stop = _any_of(self._together, self._stop)
         control.should_save = step == self._config.steps or (at_boundary and (due or self._stop))
         if control.should_save:
-            self._where.doing = "saving a checkpoint"
+            self._activity.doing = "saving a checkpoint"
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -274,7 +274,7 @@ class CheckpointCallback(TrainerCallback):
         self._together.wait_for_everyone()  # nobody begins the next while this one is moved
         # Not before the save: the flag would be part of the checkpoint, and stop the resumed run.
         control.should_training_stop = self._stop or control.should_training_stop
-        self._where.doing = "training"
+        self._activity.doing = "training"
         return control
 
 

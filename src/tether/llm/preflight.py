@@ -21,7 +21,7 @@ _PROBLEMS, _RESPONSES = 8, 4
 """How many training problems are looked at, and answered how often."""
 
 _CROWDED = 0.9
-"""Share of free memory from which an estimate is worth a warning."""
+"""Share of free memory from which what is certainly needed is worth a warning."""
 
 _TRUNCATED = 0.9
 """Share of responses cut off from which learning is in doubt."""
@@ -69,10 +69,10 @@ def check_before_loading(config: TrainConfig, task: Task) -> None:
         return
     longest = _longest_prompt(config, tokenizer, prompts)
     response = config.max_response_tokens or task.max_response_tokens
-    estimate = estimate_memory(config, model_config, longest + response)
+    estimate = estimate_memory(config, model_config)
     _act(config, [
         *_lengths(model_config, longest, response),
-        *_memory(config, estimate, longest + response),
+        *_memory(config, estimate),
         *_disk(config, estimate),
         *_precision(config),
     ])  # fmt: skip
@@ -138,7 +138,7 @@ def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding
         )
 
 
-def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Iterator[Finding]:
+def _memory(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
     available, place = available_memory(config.device)
     if config.rollouts == "vllm" and config.vllm_mode == "colocate":
         available = int(available * (1 - config.vllm_memory))
@@ -148,23 +148,12 @@ def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Itera
         + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
         + (f", critic {_gb(estimate.critic)}" if estimate.critic else "")
     )
+    needed = f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)}"
+    remedy = "Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a smaller model."
     if estimate.fixed > available:
-        yield Finding(
-            f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)} "
-            f"of {place} are free. Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a "
-            "smaller model.",
-            True,
-        )
-    elif estimate.peak > _CROWDED * available:
-        yield Finding(
-            f"An estimated {_gb(estimate.peak)} are needed ({parts}; "
-            f"{_gb(estimate.activations)} for an update on {config.responses_per_micro_batch} responses of "
-            f"{length} tokens, {_gb(estimate.generation)} while "
-            f"{config.prompts_per_rollout * config.responses_per_prompt} responses are written), and "
-            f"{_gb(available)} of {place} are free. Lower micro_batch_size, turn on gradient_checkpointing, "
-            "or lower prompts_per_rollout.",
-            False,
-        )
+        yield Finding(f"{needed} of {place} are free. {remedy}", True)
+    elif estimate.fixed > _CROWDED * available:
+        yield Finding(f"{needed} of {place} are free, which leaves little to compute with. {remedy}", False)
 
 
 def _disk(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
