@@ -128,7 +128,7 @@ def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row
 
         answered = {}
         for name, task in tasks.items():
-            file = None if config.output is None else config.output / f"{name}-{side}.jsonl"
+            file = None if config.output is None else config.output / f"{name.replace(':', '.')}-{side}.jsonl"
             with _progress(f"{model} on {name}", len(problems[name])) as done:
                 answered[name] = collect_answers(config, load, task, name, problems[name], file, done)
     loaded.clear()
