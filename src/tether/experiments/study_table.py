@@ -23,6 +23,7 @@ from tether.experiments.locking import FolderLock
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named
+from tether.experiments.run_start import find_runs
 from tether.experiments.settings_file import load_yaml, yaml_text
 from tether.experiments.thinning import thinned
 
@@ -154,6 +155,46 @@ class StudyTable:
         config = RunConfig(**record)
         kind = kind_named(config.kind, self._kinds)
         return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, bool(end), end)
+
+
+def load_runs(sources: Iterable[str | Path | RunData], kinds: Kinds | None = None) -> list[RunData]:
+    """Read runs: run folders, folders of runs, tables of studies; runs that were read already are passed on.
+
+    Args:
+        sources: folders, or ``study.csv``, or a part of it as ``study.csv/grid`` or ``study.csv/grid/run``.
+        kinds: what is known of each kind of run.
+
+    Raises:
+        CheckpointError: no such run, a run without a number yet, or runs of several kinds.
+    """
+    runs: dict[Path, RunData] = {}
+    for source in sources:
+        runs |= {run.path: run for run in _runs_of(source, kinds or {})}
+    if not runs:
+        raise CheckpointError("No runs given. Name the folders that training commands wrote.")
+    for run in runs.values():
+        if not run.metrics and not run.evals:
+            raise CheckpointError(
+                f"The run {run.path} is empty: it has measured nothing yet. "
+                "Wait for its first step, or leave it out."
+            )
+    by_kind = {run.config.kind: run.path for run in reversed(runs.values())}
+    if len(by_kind) > 1:
+        named = ", ".join(f"{path} is {kind}" for kind, path in reversed(by_kind.items()))
+        raise CheckpointError(
+            f"Runs of different kinds cannot be compared ({named}). Give one kind at a time."
+        )
+    return list(runs.values())
+
+
+def _runs_of(source: str | Path | RunData, kinds: Kinds) -> list[RunData]:
+    if isinstance(source, RunData):
+        return [source]
+    found = table_and_part(Path(source))
+    if found is not None:
+        table, part = found
+        return StudyTable(table, kinds).select(*part)
+    return [RunData.read(path, kinds) for path in find_runs([source])]
 
 
 def at_evaluations(run: RunData) -> RunData:

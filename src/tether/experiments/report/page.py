@@ -18,8 +18,9 @@ from tether.experiments.report.responses import samples
 from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
 from tether.experiments.report.words import date_text, two_lines
 from tether.experiments.run_config import now
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
 from tether.experiments.run_kind import Kinds, RunKind
+from tether.experiments.study_table import load_runs
 from tether.experiments.summary import MethodSummary, format_gain, format_interval, summarise
 
 TEMPLATE = "page.html.jinja"
