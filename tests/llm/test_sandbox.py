@@ -124,7 +124,7 @@ def test_time_before_the_start_does_not_count(sandbox: Sandbox) -> None:
 
 def _its_own_files(sandbox: Sandbox) -> list[str]:
     """What a fresh program finds in its folder: itself, and the interpreter if that lies under /tmp."""
-    interpreter = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
+    interpreter = {path.split("/")[2] for path in sandbox.files.readable if path.startswith("/tmp/")}
     return sorted({"program.py", *interpreter})
 
 
