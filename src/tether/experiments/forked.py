@@ -20,14 +20,6 @@ class ForkedProcess:
     """A ``python -m MODULE ...`` command in a fork, with what a queue of jobs uses of `subprocess.Popen`.
 
     Not where an accelerator is used: its driver does not survive a fork.
-
-    Args:
-        command: this interpreter, ``-m``, a module, its arguments.
-        log: its output is appended here.
-        environment: variables besides the present ones.
-
-    Raises:
-        ConfigError: the command is of another form.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -57,15 +49,7 @@ class ForkedProcess:
 
 
 def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start the server, which imports these before the first fork. Does nothing if it runs.
-
-    Args:
-        modules: what every command imports; the server stays silent about those it cannot import.
-        environment: variables for the server besides the present ones; libraries read some as they load.
-
-    Raises:
-        ModuleNotFoundError: one does not exist.
-    """
+    """Start the server, which imports these before the first fork. Does nothing if it runs."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r} to preload.", name=module)

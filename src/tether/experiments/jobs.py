@@ -79,9 +79,6 @@ def run_jobs(
 
     Returns:
         The jobs that are not finished because the time was up; empty otherwise.
-
-    Raises:
-        RunFailedError: naming the run, with the last lines it printed.
     """
     if preloaded:
         preload(preloaded, environment or {})

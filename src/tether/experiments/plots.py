@@ -99,10 +99,6 @@ def palette(labels: Sequence[str], theme: Theme = "light") -> dict[str, str]:
 def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 5.2, height: float = 3.2) -> Figure:
     """One panel as a figure, with a thin line a run and the mean with its 95 % interval over runs.
 
-    Raises:
-        InvalidInputError: no curve has a point to draw.
-        MissingDependencyError: matplotlib is not installed.
-
     >>> figure = curves_figure(Panel("Success", {"troll": [Curve([0, 10], [0.3, 0.6])]}, percent=True))
     >>> figure.axes[0].get_title(loc="left")
     'Success'
@@ -237,11 +233,7 @@ def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
 
 @contextmanager
 def house_style(theme: Theme = "light") -> Iterator[None]:
-    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards."""
     try:
         import matplotlib
     except ImportError as error:

@@ -86,11 +86,7 @@ def summarise(runs: Sequence[RunData]) -> list[MethodSummary]:
 
 
 def results_table(summaries: Sequence[MethodSummary]) -> Table:
-    """The table shown at the end of a comparison.
-
-    Raises:
-        MissingDependencyError: rich is not installed.
-    """
+    """The table shown at the end of a comparison."""
     try:
         from rich.table import Table
         from rich.text import Text

@@ -59,9 +59,6 @@ def collect_answers(
         file: JSON lines to append every batch to; what is there is not asked again, and the rows are those
             of a run nobody interrupted. None keeps nothing.
         done: told how many problems are answered so far.
-
-    Raises:
-        CheckpointError: the file holds answers to other problems.
     """
     size = max(1, config.batch_size // max(1, config.samples))
     rows = _answered(file, problems, size)

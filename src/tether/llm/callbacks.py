@@ -227,12 +227,6 @@ class CheckpointCallback(TrainerCallback):
 
     Transformers writes the checkpoint after the step's numbers are logged; it then moves, complete, to
     the run's checkpoints. Whatever is killed in between leaves the previous checkpoint and nothing else.
-
-    Args:
-        run: the run's folder; None in the processes of a distributed run that do not write it.
-        config: says when to save and how many to keep.
-        activity: told what is being done.
-        together: the processes of the run.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ ENTROPY_LEVELS = (0.1, 0.5, 1.0, 1.5, 2.5)
 
 
 def write_page(page: Path, config: EvalConfig, results: Sequence[TaskResult]) -> Path:
-    """Write the page of an evaluation; it holds everything and asks the network for nothing.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Write the page of an evaluation; it holds everything and asks the network for nothing."""
     tasks = [_task(config, result) for result in results]
     html = render(
         TEMPLATE,

@@ -129,9 +129,6 @@ def stopping_with_a_reason(
     What was left half-written is removed, and `failure.json` in the run folder keeps the particulars, the
     problems of the batch among them. Other errors pass through. `run` is None in the processes of a
     distributed run that do not write.
-
-    Raises:
-        TrainingStoppedError: from the original error.
     """
     try:
         yield

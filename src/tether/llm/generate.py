@@ -59,9 +59,6 @@ def answer(
         seed: of sampling. The global random state is left as it was found.
         chat_template_options: variables of the chat template.
 
-    Raises:
-        ConfigError: conversations for a tokenizer without a chat template.
-
     >>> from tether.llm.models import load_model_and_tokenizer
     >>> model, tokenizer = load_model_and_tokenizer("embedded")
     >>> responses = answer(model, tokenizer, ["37+58="], max_response_tokens=4,
@@ -96,11 +93,7 @@ def answer(
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it.
-
-    Raises:
-        ConfigError: a conversation for a tokenizer without a chat template.
-    """
+    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:

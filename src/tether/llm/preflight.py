@@ -44,17 +44,7 @@ class Finding:
 
 
 def check_before_loading(config: TrainConfig, task: Task) -> None:
-    """Look at what can be known without the weights: lengths, template, memory, disk.
-
-    Args:
-        config: the run's settings; its `preflight` says what becomes of findings.
-        task: gives training problems to measure prompts with.
-
-    Raises:
-        ConfigError: the run cannot work, or, with ``preflight="refuse"``, is doubtful; with every finding.
-        CheckpointError: a model folder that cannot be read.
-        DataError: training problems that cannot be read.
-    """
+    """Look at what can be known without the weights: lengths, template, memory, disk."""
     if config.preflight == "off":
         return
     from tether.llm.models import read_config_and_tokenizer
@@ -85,9 +75,6 @@ def check_rewards(
 
     Random numbers of others are left alone. All wrong, all right, or (for estimators that compare responses
     to one problem) alike within every problem means advantages of zero: nothing to learn from.
-
-    Raises:
-        ConfigError: with ``preflight="refuse"``, rewards that teach nothing or responses all cut off.
     """
     if config.preflight == "off":
         return

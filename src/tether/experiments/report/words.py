@@ -14,11 +14,7 @@ from tether.experiments.progress import format_duration
 
 
 def render(template: Path, **values: Any) -> str:
-    """Fill a Jinja template of this package; what is filled in is anybody's text, and escaped.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """Fill a Jinja template of this package; what is filled in is anybody's text, and escaped."""
     try:
         import jinja2
     except ImportError as error:

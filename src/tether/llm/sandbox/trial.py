@@ -71,11 +71,7 @@ REMEDY = (
 
 
 def try_to_escape(sandbox: Any) -> str | None:
-    """Run a program that tries to get out of a started `Sandbox` for `PROCESSES` processes.
-
-    Returns:
-        None if it is contained, else the reason why it is not.
-    """
+    """Run a program that tries to get out of a started `Sandbox` for `PROCESSES` processes."""
     host: dict[str, object] = {
         "process": os.getpid(),
         "folder": os.path.expanduser("~/.ssh/.."),

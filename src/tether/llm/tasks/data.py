@@ -36,13 +36,7 @@ class DataTask(Generic[Row]):
     """The task's part of the random stream that shuffles problems."""
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Read the problems of a split, shuffled by `seed`; None as limit gives all.
-
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: Data that is missing, empty or malformed, or a split without a problem.
-            MissingDependencyError: `datasets`, which reads the hub, is not installed.
-        """
+        """Read the problems of a split, shuffled by `seed`; None as limit gives all."""
         check_request(split, limit)
         problems = [self._problem(where, row) for where, row in self._rows(split)]
         if not problems:
@@ -125,10 +119,6 @@ def read_jsonl(
     Returns:
         For every row, where it stands (``file:line``, for later errors) and the row.
 
-    Raises:
-        DataError: The file is missing or holds no (sound) row; a row is not UTF-8, no JSON object, or lacks
-            a field.
-
     Warns:
         TetherWarning: Rows were left out; the first is named.
 
@@ -171,10 +161,6 @@ def read_hub(
     """Read a split of a data set of the Hugging Face hub, as `read_jsonl` reads a file.
 
     `config` is the data set's configuration, None where it has one only.
-
-    Raises:
-        MissingDependencyError: `datasets` is not installed.
-        DataError: The hub cannot be reached, or a row lacks a field.
     """
     try:
         from datasets import load_dataset
@@ -202,9 +188,6 @@ def sound_rows(
     rows: Iterable[tuple[str, Row]], parse: Callable[[str, Row], Parsed], bad_rows: BadRows
 ) -> list[tuple[str, Parsed]]:
     """Parse located rows; those for which `parse` raises `DataError` are refused, or left out and counted.
-
-    Raises:
-        DataError: of `parse`, with ``"refuse"``.
 
     Warns:
         TetherWarning: Rows were left out; the first is named.
@@ -261,9 +244,6 @@ def _parse_row(line: bytes, where: str, fields: Sequence[str]) -> dict[str, Any]
 
 def check_fields(row: dict[str, Any], where: str, fields: Sequence[str]) -> None:
     """Refuse a row that lacks one of the text fields a task needs.
-
-    Raises:
-        DataError: A field is absent, no text, or blank; the message says where and what the row has.
 
     >>> check_fields({"question": "1+1?"}, "rows.jsonl:1", ["question", "answer"])
     Traceback (most recent call last):
