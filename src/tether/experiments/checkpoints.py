@@ -63,7 +63,7 @@ def start_checkpoint(root: Path, step: int) -> Path:
 
 
 def complete_checkpoint(root: Path, step: int) -> Checkpoint:
-    """Force the files of a checkpoint to the disk, then write `COMPLETE`, their sizes and SHA-256, into it."""
+    """Force a checkpoint's files to the disk, then write `COMPLETE`, their sizes and SHA-256, into it."""
     folder = root / step_name(step)
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.errors import ConfigError
-from tether.llm.tasks import Prompt
+from tether.llm.tasks import Problem, Prompt, Task, Verdict
+from tether.llm.tasks.training import verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,6 +89,24 @@ def answer(
             for index, ids in zip(batch, said, strict=True):
                 responses[index] = _response(model, tokenizer, ids)
     return [responses[index] for index in range(len(prompts))]
+
+
+def answer_and_judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    max_response_tokens: int | None = None,
+    **sampling: Any,
+) -> list[tuple[Response, Verdict]]:
+    """Answer each problem once, as `answer` does, and check the answers; at the task's length by default."""
+    length = max_response_tokens or task.max_response_tokens
+    prompts = [problem.prompt for problem in problems]
+    responses = answer(model, tokenizer, prompts, max_response_tokens=length, **sampling) if prompts else []
+    texts = [response.text for response in responses]
+    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
+    return list(zip(responses, verdicts, strict=True))
 
 
 def encode_prompt(

@@ -12,7 +12,6 @@ from tether.errors import ConfigError, TetherWarning
 from tether.llm.config import TrainConfig
 from tether.llm.memory import MemoryEstimate, available_memory, estimate_memory
 from tether.llm.tasks import Task
-from tether.llm.tasks.training import verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,23 +77,22 @@ def check_rewards(
     """
     if config.preflight == "off":
         return
-    from tether.llm.generate import answer
+    from tether.llm.generate import answer_and_judge
 
     count = min(_RESPONSES, config.responses_per_prompt)
     problems = [p for p in task.problems("train", _PROBLEMS, config.seed) for _ in range(count)]
-    responses = answer(
-        model, tokenizer, [problem.prompt for problem in problems],
-        max_response_tokens=config.max_response_tokens or task.max_response_tokens,
-        temperature=config.temperature, batch_size=len(problems), seed=config.seed,
-        chat_template_options=config.chat_template_options,
+    answered = answer_and_judge(
+        model, tokenizer, task, problems,
+        max_response_tokens=config.max_response_tokens, temperature=config.temperature,
+        batch_size=len(problems), seed=config.seed, chat_template_options=config.chat_template_options,
     )  # fmt: skip
-    verdicts = verify_all(task, [r.text for r in responses], [problem.answer for problem in problems])
+    verdicts = [verdict for _, verdict in answered]
     rewards = [verdict.reward for verdict in verdicts]
     groups = [rewards[start : start + count] for start in range(0, len(rewards), count)]
-    truncated = sum(response.truncated for response in responses) / len(responses)
+    truncated = sum(response.truncated for response, _ in answered) / len(answered)
     solved = sum(verdict.correct for verdict in verdicts)
     compares_all = config.estimator in _COMPARES_ALL
-    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(responses))])
+    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(answered))])
 
 
 def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:

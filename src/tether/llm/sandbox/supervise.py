@@ -28,8 +28,8 @@ class Supervisor:
     It never waits for the program: streams are read and written as far as they go at once, and every
     20 ms the clock and the memory of all the program's processes are looked at. Too late, too large or
     too talkative, and process 1 of the program's namespace is killed, which makes the kernel end all
-    others; the launcher ends after the last of them. The reading end of the pipe it reports on is closed here,
-    and `stop`, set from another thread, ends the program at once.
+    others; the launcher ends after the last of them. The pipe it reports on is closed here, and `stop`, set
+    from another thread, ends the program at once.
     """
 
     def __init__(
