@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
-from tether.experiments.step_meter import StepMeter
+from tether.experiments.peak_memory import StepMeter
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Activity

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
+from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
-from tether.experiments.step_meter import StepMeter
 from tether.llm.config import TrainConfig
 from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
