@@ -99,6 +99,10 @@ wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+.PHONY: picture
+picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
+	$(BIN)/python docs/module_picture.py
+
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
 .PHONY: docs study-quick $(STUDIES)

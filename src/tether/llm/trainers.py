@@ -30,14 +30,7 @@ def make_trainer(
     task: Task,
     folder: Path,
 ) -> OldPolicyTrainer:
-    """The trainer a config asks for; all of them measure how far the policy moves.
-
-    Args:
-        config: what was chosen.
-        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them.
-        task: gives the problems and checks the answers.
-        folder: where TRL puts its own files.
-    """
+    """The trainer a config asks for; all of them measure how far the policy moves."""
     arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
