@@ -32,8 +32,8 @@ class ProjectedUpstream(NamedTuple):
 def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> ProjectedRows:
     """Project rows of logits [n, V] that are outside the bound, each with a step of its own."""
     geodesic = one_token_curves(new, old, kl, kl_bound)
-    x, constrained = geodesic.solve()
-    return read_off(geodesic, x, constrained, new, ids, geodesic.scale)
+    x, constrained, converged = geodesic.solve()
+    return read_off(geodesic, x, constrained, converged, new, ids, geodesic.scale)
 
 
 def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> Geodesic:
@@ -42,7 +42,13 @@ def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> G
 
 
 def read_off(
-    geodesic: Geodesic, x: Tensor, constrained: Tensor, new: Tensor, ids: Tensor, unit: Tensor
+    geodesic: Geodesic,
+    x: Tensor,
+    constrained: Tensor,
+    converged: Tensor,
+    new: Tensor,
+    ids: Tensor,
+    unit: Tensor,
 ) -> ProjectedRows:
     """What is kept of the distributions at x on their curves."""
     log_probs, probs, centred, variance = geodesic.at(x)
@@ -56,6 +62,7 @@ def read_off(
         regression=terms.sum(-1),
         step=x / geodesic.scale,
         constrained=constrained,
+        converged=converged,
         centred=centred.gather(-1, index).squeeze(-1) * scale,
         variance=variance * scale * scale,
         unit=unit,
