@@ -105,10 +105,10 @@ def project_tokens(
         log_probs = outcomes.sampled(outcomes.new)
     if old_log_probs is None or support == "paper":
         old_log_probs = outcomes.sampled(outcomes.old)
-    kl, step, projected = result.kl, result.step, result.projected
+    kl, step, projected, converged = result.kl, result.step, result.projected, result.converged
     if region == "sequence":  # whose projection knows the divergence of its tokens in the mean alone
         kl = kl_categorical(outcomes.new.detach(), outcomes.old)
-        step, projected = (value[:, None].expand_as(kl) for value in (step, projected))
+        step, projected, converged = (value[:, None].expand_as(kl) for value in (step, projected, converged))
     projected = projected & counted
     certified, uncertain = _prove(new, old, kl, kl_bound, support, region)
     return ProjectedTokens(
@@ -123,6 +123,7 @@ def project_tokens(
         tail_mass=new.log_tail.detach().exp() if isinstance(new, SparseLogProbs) else torch.zeros_like(kl),
         certified=certified,
         uncertain=uncertain,
+        converged=converged,
     )
 
 

@@ -70,7 +70,8 @@ def troll(
 
     Returns:
         The loss, and metrics `kl_mean`, `kl_max` (before the projection), `kl_projected_mean`,
-        `kl_projected_max` (after it; not under an infinite bound), `projected` (fraction), and, if `old` has
+        `kl_projected_max` (after it; not under an infinite bound), `projected` and `unconverged` (fractions;
+        of the latter, any is a row on which the solver failed), and, if `old` has
         a `log_tail_min`, `certified` and `uncertain` (fractions; see `ProjectedTokens`),
         `mean_step` (over projected tokens, 1 if there are none), `regression`, `entropy` (of the given
         distribution: a sparse one's is a lower bound; none of hidden states with a sampler's report),
