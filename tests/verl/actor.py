@@ -28,7 +28,6 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from tether.integrations.verl import MODEL_TYPE, TROLLPolicyLossConfig
-from tether.integrations.verl.carrier import FIELDS
 
 VOCABULARY = 61
 
@@ -129,6 +128,13 @@ def _keep_gradients(worker: TrainingWorker) -> None:
     worker.engine.optimizer_step = optimizer_step
 
 
+#: What `make_actor` takes as engine settings for float64; see the fixture of that name.
+FLOAT64: dict[str, Any] = {
+    "model_dtype": "float64",
+    "mixed_precision": {"param_dtype": "float64", "reduce_dtype": "float64", "buffer_dtype": "float64"},
+}
+
+
 def acting(**settings: Any) -> TROLLPolicyLossConfig:
     """TROLL with a ball so small that one step of the tiny model leaves it."""
     return TROLLPolicyLossConfig(**{"troll_kl_bound": 0.002, **settings})
@@ -209,7 +215,7 @@ class Rollouts:
         """verl's old pass, and what an update needs of it."""
         scored = actor.infer_batch(self.batch(calculate_entropy=True, compute_loss=False))
         mask = jagged(self.masks)
-        fields = {name: scored[name] for name in FIELDS if name in scored.keys()}  # noqa: SIM118
+        fields = {name: scored[name] for name in scored.keys() if name.startswith("troll_old_")}  # noqa: SIM118
         fields["old_log_probs"] = response_from_nested(scored["log_probs"], mask)
         fields["advantages"] = jagged(self.advantages)
         return fields | {name: jagged(value) for name, value in self.extra.items()}

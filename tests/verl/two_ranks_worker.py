@@ -53,7 +53,7 @@ def main(model: Path, output: Path) -> None:
         save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
     for name, (loss, gradient) in losses_and_gradients(torch.distributed.group.WORLD).items():
         numbers[f"ulysses {name}"] = loss
-        save_file({"gradient": gradient}, output / f"ulysses-{name}-{rank}.safetensors")
+        save_file({"gradient": gradient}, output / f"ulysses {name}-{rank}.safetensors")
     loss, gradient, ids = split_vocabulary(torch.distributed.group.WORLD, rank)
     numbers["split vocabulary"] = loss
     save_file({"gradient": gradient, "ids": ids}, output / f"split-{rank}.safetensors")
