@@ -48,18 +48,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose LM head is its embedding."""
+    from actor import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
 @pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets verl's engine run in float64: a projection onto a small ball magnifies rounding."""
-    from verl.utils.torch_dtypes import PrecisionType
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+def float64() -> Iterator[None]:
+    """verl's engine in float64, with `FLOAT64` among its settings."""
+    from actor import in_float64
 
-    monkeypatch.setattr(PrecisionType, "to_dtype", staticmethod(lambda name: getattr(torch, name)))
-    build = FSDPEngineWithLMHead._build_fsdp_module
-
-    def without_autocast(engine: object, module: object) -> object:
-        built = build(engine, module)
-        engine._autocast_dtype = torch.float32  # type: ignore[attr-defined]  # verl's way of saying none
-        return built
-
-    monkeypatch.setattr(FSDPEngineWithLMHead, "_build_fsdp_module", without_autocast)
+    with in_float64():
+        yield

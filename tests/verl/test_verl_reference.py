@@ -2,60 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from actor import FLOAT64, VOCABULARY, Rollouts, gradients, make_actor, parameters
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen3ForCausalLM
+from dense import KL_BOUND, Dense
 
 from tether.integrations.verl import TROLLPolicyLossConfig
-from tether.losses import troll
-from tether.losses.base import PolicyLoss
-from tether.projection import SparseLogProbs
-
-
-class Dense:
-    """The same model without any of verl: one sequence at a time, float64, the whole vocabulary."""
-
-    def __init__(self, folder: Path, state: dict[str, Tensor]) -> None:
-        self.model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
-        self.model.load_state_dict({name: value.double() for name, value in state.items()})
-
-    def log_probs(self, rollouts: Rollouts) -> Tensor:
-        """[B, T, V] of the response tokens."""
-        rows = []
-        for prompt, response in zip(rollouts.prompts, rollouts.responses, strict=True):
-            logits = self.model(torch.cat((prompt, response))[None]).logits[0] / rollouts.temperature
-            rows.append(logits[len(prompt) - 1 : -1].log_softmax(-1))
-        return pad_sequence(rows, batch_first=True)
-
-    def loss(self, rollouts: Rollouts, old: Tensor, top_k: int | None, **settings: Any) -> PolicyLoss:
-        ids, mask = (pad_sequence(part, batch_first=True) for part in (rollouts.responses, rollouts.masks))
-        advantages = pad_sequence(rollouts.advantages, batch_first=True)
-        new = self.log_probs(rollouts)
-        sampled, old_sampled = (side.gather(-1, ids[..., None]).squeeze(-1) for side in (new, old))
-        distributions: dict[str, Any] = {"new": new, "old": old}
-        if top_k is not None:
-            keep = {"mass": 1 - 1e-5, "keep_ids": ids}
-            sparse_old = SparseLogProbs.from_logits(old, top_k, **keep)
-            sparse_old = replace(sparse_old, log_tail_min=old.amin(-1))
-            sparse_new = (
-                SparseLogProbs.from_logits(new, sparse_old.ids.shape[-1] - 1, **keep)
-                if settings.get("support") == "paper"
-                else SparseLogProbs.at_ids(new, sparse_old.ids)
-            )
-            distributions = {"new": sparse_new, "old": sparse_old}
-        return troll(sampled, old_sampled, advantages, mask, response_ids=ids, **distributions, **settings)
-
-
-# So that it matters after two small steps.
-KL_BOUND = 0.0005
-
 
 pytestmark = pytest.mark.usefixtures("float64")
 

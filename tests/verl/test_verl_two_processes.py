@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("two_ranks_worker.py")
 def together(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder two processes filled; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("two")
-    run_two_ranks(WORKER, model, output, output=output, timeout=250, cwd=WORKER.parent, LOCAL_RANK="0")
+    run_two_ranks(WORKER, model, output, output=output, timeout=400, cwd=WORKER.parent, LOCAL_RANK="0")
     return output
 
 
@@ -54,6 +54,14 @@ def test_two_processes_do_what_one_does_with_the_whole_batch(together: Path, mod
         sharded = load_file(together / f"{mode}-{rank}.safetensors")
         for name, expected in parameters(alone).items():
             torch.testing.assert_close(sharded[name], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["full", "LoRA"])
+def test_the_gradient_is_the_dense_one_of_both_processes_tokens(together: Path, name: str) -> None:
+    """Exact support in float64, two micro-batches on each process."""
+    for rank in range(2):
+        assert _numbers(together, rank)[f"gradient {name}"] < 1e-6
+        assert _numbers(together, rank)[f"projected {name}"] > 0.2
 
 
 def test_slices_of_sequences_give_what_whole_sequences_give(together: Path) -> None:
