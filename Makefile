@@ -91,7 +91,7 @@ docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
-STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i j)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
@@ -105,7 +105,7 @@ study-i: models/smollm2-135m-instruct
 models/smollm2-135m-instruct: | $(VENV)/.test
 	$(BIN)/python recipes/smollm2.py
 
-study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-i
+study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-j
 	$(STUDY) benchmarks/studies/quick/b.yaml
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
