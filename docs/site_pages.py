@@ -262,7 +262,7 @@ def _checks(method: Any) -> list[str]:
 
 def _in_configs(name: str) -> str:
     also = {"troll": "troll", "ppo_clip": "ppo_clip (or clip, TRL's own)", "unclipped": "unclipped (or none)"}
-    return f"trust_region: {also.get(name, name)}"
+    return f"method: {also.get(name, name)}"
 
 
 def _pages_in(nav: Any) -> Iterator[str]:

@@ -151,6 +151,13 @@ def _llm_eval(arguments: list[str]) -> None:
     print_evaluation(config, evaluate(config))
 
 
+def read_grid(file: str | Path, *typed: str) -> Any:
+    """The comparison, a `CompareConfig`, that a settings file describes, with options typed besides it."""
+    from tether.llm.compare_config import CompareConfig
+
+    return _parse(CompareConfig, "tether llm compare", ["--config", str(file), *typed])
+
+
 def _llm_compare(arguments: list[str]) -> None:
     from tether.llm.compare_config import CompareConfig
 
@@ -257,7 +264,7 @@ def _collect(arguments: list[str]) -> None:
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
-def _parse(config: type[Config], program: str, arguments: list[str], default: Config | None = None) -> Config:
+def _parse(config: type[Config], program: str, arguments: list[str], default: Any = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
         import tyro
@@ -267,6 +274,9 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: Co
             "'tether-rl[episodic]' for robots."
         ) from error
     arguments = _with_settings_file(arguments, config)
+    from_options = getattr(config, "from_options", None)
+    if from_options is not None:  # what options there are depends on others
+        default, arguments = from_options(arguments)
     if default is None:
         return tyro.cli(config, prog=program, args=arguments)
     return tyro.cli(config, prog=program, args=arguments, default=default)

@@ -114,6 +114,12 @@ def check_support_size(top_k: int, mass: float) -> None:
         )
 
 
+def check_kl_stop(kl_stop: float | None) -> None:
+    """Refuse a budget of KL a batch that is not a positive number; None is no budget."""
+    if kl_stop is not None and not 0 < kl_stop < math.inf:
+        raise ConfigError(f"kl_stop must be a positive number, got {kl_stop!r}.")
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse a word that is none of those allowed."""
     _check_type(name, value, str, f'text, such as "{allowed[0]}"')

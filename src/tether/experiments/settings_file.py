@@ -43,16 +43,18 @@ def options_from_file(path: str | Path, config: type[Any] | None = None) -> list
 
 
 def _check_names(path: str | Path, settings: Mapping[str, Any], config: type[Any], prefix: str = "") -> None:
-    types = get_type_hints(config)
+    types = get_type_hints(config)  # of what has a name, the options depend on it, so the parser checks them
     known = [field.name for field in fields(config)]
     for key, value in settings.items():
         name = str(key).replace("-", "_")
+        if name in getattr(config, "former_names", {}):
+            continue  # the parser says what it is called now
         if name not in known:
             raise ConfigError(
                 f"{path} sets {prefix}{key}, which is no option here.{did_you_mean(name, known)} "
                 "--help lists them all."
             )
-        if is_dataclass(types[name]) and isinstance(value, Mapping):
+        if is_dataclass(types[name]) and isinstance(value, Mapping) and "name" not in value:
             _check_names(path, value, types[name], f"{prefix}{key}.")
 
 

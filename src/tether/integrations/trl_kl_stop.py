@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from tether.errors import ConfigError
 from tether.experiments.files import atomic_write_json, load_json
 from tether.integrations.trl_advantages import EstimatorTrainer
+from tether.settings import check_kl_stop
 
 # Part of a checkpoint, so the name stays.
 _STATE_FILE = "inside.json"
@@ -33,8 +33,7 @@ class StoppableTrainer(EstimatorTrainer):
     """
 
     def __init__(self, *args: Any, kl_stop: float | None = None, **kwargs: Any) -> None:
-        if kl_stop is not None:
-            check_kl_stop(kl_stop)
+        check_kl_stop(kl_stop)
         super().__init__(*args, **kwargs)
         self.kl_stop = kl_stop
         if kl_stop is not None:
@@ -97,9 +96,3 @@ class StoppableTrainer(EstimatorTrainer):
         state = load_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
         # Matters inside a batch alone: the next one begins anew.
         self._stopped = bool(state.get("stopped", False))
-
-
-def check_kl_stop(kl_stop: float) -> None:
-    """Refuse a budget that is not a positive number of nats."""
-    if not (kl_stop > 0 and math.isfinite(kl_stop)):
-        raise ConfigError(f"kl_stop must be a positive number, got {kl_stop!r}.")

@@ -98,7 +98,7 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
         optimizer=moments * trained * trained_size // share,
         checkpoint=_checkpoint(parameters, trained, size, trained_size, moments),
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
-        critic=_critic(model) if config.estimator == "ppo" else 0,
+        critic=_critic(model) if config.estimator.spec.critic else 0,
         activations=_activations(config, text, rows * length, size),
         generation=0 if config.rollouts == "vllm" else _generation(text, written, length, size),
     )

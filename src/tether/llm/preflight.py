@@ -26,9 +26,6 @@ _CROWDED = 0.9
 _TRUNCATED = 0.9
 """Share of responses cut off from which learning is in doubt."""
 
-_COMPARES_ALL = ("ppo", "reinforce_plus_plus")
-"""Estimators that compare a response with those to other problems too, not only to its own."""
-
 _LOST_IN_BFLOAT16 = 1e-5
 """Below this learning rate most steps of Adam are smaller than bfloat16's last digit of a weight."""
 
@@ -106,8 +103,13 @@ def check_rewards(
     groups = [rewards[start : start + count] for start in range(0, len(rewards), count)]
     truncated = sum(response.truncated for response in responses) / len(responses)
     solved = sum(verdict.correct for verdict in verdicts)
-    compares_all = config.estimator in _COMPARES_ALL
-    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(responses))])
+    _act(
+        config,
+        [
+            *_reward_findings(groups, solved, config.estimator.compares_all),
+            *_truncation(truncated, len(responses)),
+        ],
+    )
 
 
 def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:

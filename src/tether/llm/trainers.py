@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, MissingDependencyError
 from tether.llm.config import TrainConfig
-from tether.llm.methods import build_trainer, trl_settings_of
 from tether.llm.process import process_count
 from tether.llm.tasks import Task, reward_function, to_dataset
 
@@ -46,7 +45,9 @@ def make_trainer(
         "processing_class": tokenizer,
         "peft_config": _lora(config),
     }
-    return build_trainer(config, _trl_settings(config, task, folder), arguments)
+    arguments |= {"estimator": config.estimator.for_trainer(), "kl_stop": config.kl_stop}
+    settings = _trl_settings(config, task, folder)
+    return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
     accumulation = config.responses_per_update // config.responses_per_micro_batch
     cpu = config.device == "cpu" or not torch.accelerator.is_available()
     return {
-        **trl_settings_of(config),
+        **config.estimator.spec.trl,
         "output_dir": str(folder),
         "use_cpu": cpu,
         "ddp_backend": "gloo" if cpu and process_count() > 1 else None,
