@@ -46,6 +46,7 @@ def make_trainer(
         "peft_config": _lora(config),
     }
     arguments |= {"estimator": config.estimator.for_trainer(), "kl_stop": config.kl_stop}
+    arguments |= {"anchor": config.anchor, "sampler_weight": config.sampler_weight, "lag": config.lag}
     settings = _trl_settings(config, task, folder)
     return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
 
