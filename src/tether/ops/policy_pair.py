@@ -17,8 +17,8 @@ from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
 from tether.projection.solve import may_ask
 
-# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows share
-# the overhead of what is done once a row, fewer fit its cache together with the temporaries.
+# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
+# share the overhead of what is done once a row, fewer fit its cache together with the temporaries.
 BLOCK_ELEMENTS = 1 << 18
 
 
