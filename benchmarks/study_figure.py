@@ -19,15 +19,15 @@ from typing import Any
 
 from tether.errors import ConfigError
 from tether.experiments.plots import Panel, small_multiples
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
 from tether.experiments.statistics import Curve
-from tether.experiments.study_table import table_and_part
+from tether.experiments.study_table import load_runs, table_and_part
 from tether.kinds import KINDS
 from tether.llm.config import TrainConfig
 from tether.llm.methods import find_method
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
-_BESIDE_THE_METHOD = ("kl_stop", "max_grad_norm")
+_BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:

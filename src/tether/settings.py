@@ -17,6 +17,10 @@ SparseSupport = Literal["bucket", "paper"]
 Region = Literal["token", "sequence"]
 """What the bound holds for: each token's divergence, or the mean over a sequence's tokens."""
 
+Anchor = Literal["trainer", "sampler"]
+"""Which policy the region is around: the trainer's own when the rollouts began, scored by its network; or
+the one that sampled, from what its engine reports, however many versions old and in whatever arithmetic."""
+
 
 @dataclass(frozen=True)
 class TROLLSettings:

@@ -60,6 +60,8 @@ class ResumableTrainer(FittedTrainer):
     _buffered_inputs: list[dict[str, Any]] | None  # GRPOTrainer's: the micro-batches of a batch of rollouts
     _old_head: HeadSnapshot | None
     _train_sampler: Any = None
+    #: The checkpoint that training went on from, if any.
+    resumed_from: Path | None = None
 
     @property
     def _micro_batches_a_rollout(self) -> int:
@@ -80,6 +82,7 @@ class ResumableTrainer(FittedTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        self.resumed_from = None if checkpoint is None else Path(checkpoint)
         if checkpoint is None:
             return
         self._skip_drawn_epochs(Path(checkpoint))
@@ -201,8 +204,8 @@ def load_rollouts(
         micro_batches.append(packed_from_tensors({**own, **others}))
     old_head = None
     if "head/weight" in tensors:
-        bias = None if head[1] is None else _like(tensors["head/bias"], head[1])
-        old_head = HeadSnapshot(_like(tensors["head/weight"], head[0]), bias)
+        bias = None if head[1] is None else as_sharded(tensors["head/bias"], head[1])
+        old_head = HeadSnapshot(as_sharded(tensors["head/weight"], head[0]), bias)
     return RolloutBatch(micro_batches, old_head, int(notes["done"]))
 
 
@@ -221,7 +224,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(local: Tensor, parameter: Tensor) -> Tensor:
     """A shard as part of a tensor that is sharded as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return local

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, InvalidInputError
 from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
 from tether.llm.saved_settings import MOVED
 from tether.settings import check_kl_stop
+from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
@@ -45,6 +46,13 @@ class TrainConfig:
     ppo a critic; most others are functions of the rewards."""
     kl_stop: float | None = None
     """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
+    step_back: float | None = None
+    """After a batch's updates, take the network back along the line to the weights that sampled, until its
+    measured KL(new || old) on the batch is within this many nats."""
+    step_back_statistic: Statistic = "mean"
+    """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
+    step_back_every: int | None = None
+    """step_back: also measure after every so many updates of a batch; by default after the last alone."""
     name: str | None = None
     """What the run is called in tables and legends; by default its method."""
 
@@ -163,6 +171,7 @@ class TrainConfig:
                 "estimator."
             )
         check_kl_stop(self.kl_stop)
+        _check_step_back(self)
         if self.estimator.spec.critic and self.quantization != "none":
             raise ConfigError(
                 f"estimator={self.estimator.name!r} trains a copy of the backbone as its critic, which "
@@ -242,3 +251,27 @@ class TrainConfig:
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
+def _check_step_back(config: TrainConfig) -> None:
+    if config.step_back is None:
+        if config.step_back_every is not None or config.step_back_statistic != "mean":
+            raise ConfigError(
+                "step_back_statistic and step_back_every say how a budget is kept, and there is none: set "
+                "step_back, such as 0.02."
+            )
+        return
+    try:
+        check_step_back(config.step_back, config.step_back_statistic, PASSES)
+    except InvalidInputError as error:
+        raise ConfigError(f"step_back: {error}") from error
+    if config.updates_per_rollout == 1:
+        raise ConfigError(
+            "step_back goes back to the policy that wrote a batch, which TRL does not record where each "
+            "serves one update. Set updates_per_rollout to 2 or more, or step_back to none."
+        )
+    if config.step_back_every is not None and not 1 <= config.step_back_every <= config.updates_per_rollout:
+        raise ConfigError(
+            f"step_back_every={config.step_back_every} must lie between 1 and the "
+            f"{config.updates_per_rollout} updates on a batch."
+        )
