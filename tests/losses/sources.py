@@ -309,7 +309,7 @@ _WORDS = {
 
 
 def _options(function: Callable[..., Any], name: str) -> str:
-    chosen = options_of(function, name, GIVEN | {"max_response_length"}).values()
+    chosen = options_of(function, name, GIVEN | {"max_response_length", "policy_weights"}).values()
     return "<br>".join(f"`{option.name}={option.default!r}`" for option in chosen) or "none"
 
 
@@ -347,8 +347,8 @@ def table() -> str:
         "made by `tests/losses/make_verl_fixtures.py`; TRL is run as installed.",
         "",
         "All losses take `(log_probs, old_log_probs, advantages, response_mask)` and keywords, and are in",
-        "`tether.losses.LOSSES` by name. Options and needs are read from the signatures: a loss is its file and",
-        "its line in `LOSSES`, and a row here is what it is checked against ([your own loss](own_loss.md)).",
+        "`tether.losses.LOSSES` by name. Options and needs are read from the signatures: a loss is its file",
+        "and its line in `LOSSES`, and a row here says what it is checked against.",
         "",
         "## Policy losses",
         "",
