@@ -44,15 +44,7 @@ def make_trainer(
         "step_back": _step_back(config),
     }
     settings = _trl_settings(config, task, folder)
-    return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
-
-
-def _step_back(config: TrainConfig) -> Any:
-    if config.step_back is None:
-        return None
-    from tether.integrations.trl_step_back import StepBackOptions
-
-    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
+    return config.method.build(settings, arguments, config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
