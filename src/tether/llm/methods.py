@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tether.errors import ConfigError, InvalidInputError
 from tether.llm.choices import Choice, kind_of
 from tether.names import unknown
-from tether.settings import TROLLSettings, check_support_size
+from tether.settings import LagBound, LagGrowth, TROLLSettings, check_support_size
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
@@ -53,15 +54,34 @@ class TROLL(TROLLSettings, Method):
 
     name: str = field(default="troll", init=False)
     title: ClassVar[str] = "TROLL"
+    lag_growth: LagGrowth = "constant"
+    """anchor sampler: how the bound grows with the updates n since the sampler's weights: not, by 1 + rate n,
+    (1 + n)^rate or (1 + rate)^n."""
+    lag_rate: float = 0.0
+    """anchor sampler: the rate of that growth."""
+    kl_bound_largest: float = math.inf
+    """anchor sampler: where that growth ends, in nats."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        super().__post_init__()
+        try:
+            LagBound(self.kl_bound, self.lag_growth, self.lag_rate, self.kl_bound_largest)
+        except InvalidInputError as error:
+            raise ConfigError(f"method.{error}") from error
 
     def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
         """`TROLLTrainer`."""
         from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
-        own = {f"troll_{one.name}": getattr(self, one.name) for one in fields(TROLLSettings)}
-        return TROLLTrainer(
-            args=TROLLConfig(**settings, **own, troll_pack_sequences=pack_sequences), **arguments
-        )
+        named = [one.name for one in fields(TROLLSettings)] + ["lag_growth", "lag_rate", "kl_bound_largest"]
+        own = {name: getattr(self, name) for name in named}
+        own |= {name: arguments[name] for name in ("anchor", "sampler_weight") if name in arguments}
+        config = TROLLConfig(
+            **settings, **{f"troll_{name}": value for name, value in own.items()},
+            troll_pack_sequences=pack_sequences,
+        )  # fmt: skip
+        return TROLLTrainer(args=config, **{n: v for n, v in arguments.items() if n not in own})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One training of the embedded model with vLLM colocated: `colocated_worker.py CASE SETTINGS FOLDER OUT`.
 
-Cases: "plain"; "bfloat16", where the engine rounds as TRL lets it; "never" and "head", where new weights do not
-arrive, or all but those of the LM head.
+Cases: "plain"; "bfloat16", where the engine rounds as TRL lets it; "never" and "head", where new weights do
+not arrive, or all but those of the LM head.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def main(case: str, settings: dict[str, Any], folder: Path, out: Path) -> None:
     model.name_or_path = saved
     task = make_task("chained")
     defaults = {
-        "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "report_to": "none", "logging_steps": 1,
-        "disable_tqdm": True, "gradient_checkpointing": False, "seed": 0, "use_vllm": True, "vllm_mode": "colocate",
-        "vllm_max_model_length": 128, "troll_anchor": "sampler", "per_device_train_batch_size": 32,
+        "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "report_to": "none",
+        "logging_steps": 1, "disable_tqdm": True, "gradient_checkpointing": False, "seed": 0,
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
+        "troll_anchor": "sampler", "per_device_train_batch_size": 32,
         "num_generations": 8, "steps_per_generation": 2, "max_steps": 6, "learning_rate": 1e-3,
         "lr_scheduler_type": "constant", "max_completion_length": task.max_response_tokens,
     }  # fmt: skip
@@ -91,9 +92,10 @@ def main(case: str, settings: dict[str, Any], folder: Path, out: Path) -> None:
     except StaleSamplerError as stale:
         error = str(stale)
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    tied = trainer.model.get_output_embeddings().weight is trainer.model.get_input_embeddings().weight
-    said = {"error": error, "rows": rows, "scored": trainer.scored, "tokens": trainer.tokens, "tied": tied,
-            "truncated": trainer.truncated, "kl_projected": trainer.kl_projected, "steps": trainer.state.global_step}  # fmt: skip
+    said = {
+        "error": error, "rows": rows, "steps": trainer.state.global_step, "scored": trainer.scored,
+        "tokens": trainer.tokens, "truncated": trainer.truncated, "kl_projected": trainer.kl_projected,
+    }  # fmt: skip
     out.write_text(json.dumps(said))
 
 

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process, on a CPU; each training runs in a process of its own, as an engine is for good."""
+"""vLLM in the trainer's process, on a CPU; each training has a process of its own, as an engine stays."""
 
 from __future__ import annotations
 
