@@ -47,7 +47,7 @@ def make_trainer(
         "lag": config.lag,
     }
     settings = _trl_settings(config, task, folder)
-    return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
+    return config.method.build(settings, arguments, config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
