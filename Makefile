@@ -90,6 +90,13 @@ audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
+ROBOTS := robots-long robots-ablation
+.PHONY: $(ROBOTS)
+$(ROBOTS): robots-%: $(VENV)/.test
+	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
+	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
+
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
 .PHONY: docs study-quick $(STUDIES)
