@@ -49,14 +49,19 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github/workflows
 
 # Threads that wait sleep, or they take the cores from other processes; set it before to have it otherwise.
 export OMP_WAIT_POLICY ?= passive
 
+test: test-main test-verl  ## everything CI runs
+
 # One thread a process: two processes share the cores.
-test: lint  ## everything CI runs
+test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
-	@$(MAKE) --no-print-directory test-verl
 
 test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
 	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
@@ -87,6 +92,10 @@ bench: $(VENV)/.bench  ## what the trust region costs, against the clip and othe
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
 
+.PHONY: wheel test-main
+wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone
+	$(BIN)/python tests/wheel.py $(if $(TAG),--tag $(TAG))
+
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
@@ -96,6 +105,10 @@ ROBOTS := robots-long robots-ablation
 $(ROBOTS): robots-%: $(VENV)/.test
 	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
 	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
+
+.PHONY: picture
+picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
+	$(BIN)/python docs/module_picture.py
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i)

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from tether.cli import read_grid
 from tether.experiments.comparison import comparison_data
-from tether.experiments.settings_file import options_from_file
 from tether.llm.compare import baseline_label, finished_runs, grid_name, rows_of
-from tether.llm.compare_config import CompareConfig
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ROOT / "benchmarks" / "studies"
@@ -123,7 +120,7 @@ def comparisons() -> dict[str, dict[str, Any]]:
     os.chdir(ROOT)  # the grids name their files from there
     try:
         for file in sorted(GRIDS.rglob("*.yaml")):
-            config = tyro.cli(CompareConfig, args=options_from_file(file))
+            config = read_grid(file)
             comparison = finished_runs(config)
             if comparison.finished:
                 metric, rows = rows_of(config, comparison)

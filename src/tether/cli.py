@@ -151,6 +151,13 @@ def _llm_eval(arguments: list[str]) -> None:
     print_evaluation(config, evaluate(config))
 
 
+def read_grid(file: str | Path, *typed: str) -> Any:
+    """The comparison, a `CompareConfig`, that a settings file describes, with options typed besides it."""
+    from tether.llm.compare_config import CompareConfig
+
+    return _parse(CompareConfig, "tether llm compare", ["--config", str(file), *typed])
+
+
 def _llm_compare(arguments: list[str]) -> None:
     from tether.llm.compare_config import CompareConfig
 
@@ -227,7 +234,7 @@ _RUNS = "run folders, folders of runs, or tables of them (study.csv, study.csv/G
 
 def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) -> None:
     from tether.experiments.report import write_report
-    from tether.experiments.run_data import load_runs
+    from tether.experiments.study_table import load_runs
     from tether.experiments.summary import print_results
     from tether.kinds import KINDS
 
@@ -240,8 +247,7 @@ def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) ->
 def _collect(arguments: list[str]) -> None:
     import argparse
 
-    from tether.experiments.run_data import load_runs
-    from tether.experiments.study_table import StudyTable
+    from tether.experiments.study_table import StudyTable, load_runs
     from tether.kinds import KINDS
 
     parser = argparse.ArgumentParser(
@@ -260,7 +266,7 @@ def _collect(arguments: list[str]) -> None:
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
-def _parse(config: type[Config], program: str, arguments: list[str], default: Config | None = None) -> Config:
+def _parse(config: type[Config], program: str, arguments: list[str], default: Any = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
         import tyro
@@ -270,6 +276,9 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: Co
             "'tether-rl[episodic]' for robots."
         ) from error
     arguments = _with_settings_file(arguments, config)
+    from_options = getattr(config, "from_options", None)
+    if from_options is not None:  # what options there are depends on others
+        default, arguments = from_options(arguments)
     if default is None:
         return tyro.cli(config, prog=program, args=arguments)
     return tyro.cli(config, prog=program, args=arguments, default=default)

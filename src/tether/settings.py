@@ -17,6 +17,10 @@ SparseSupport = Literal["bucket", "paper"]
 Region = Literal["token", "sequence"]
 """What the bound holds for: each token's divergence, or the mean over a sequence's tokens."""
 
+Anchor = Literal["trainer", "sampler"]
+"""Which policy the region is around: the trainer's own when the rollouts began, scored by its network; or
+the one that sampled, from what its engine reports, however many versions old and in whatever arithmetic."""
+
 
 @dataclass(frozen=True)
 class TROLLSettings:
@@ -108,6 +112,12 @@ def check_support_size(top_k: int, mass: float) -> None:
             f"mass must lie in (0, 1], got {mass!r}. It is the probability to cover, so the paper's "
             "threshold of 1e-5 is mass=0.99999."
         )
+
+
+def check_kl_stop(kl_stop: float | None) -> None:
+    """Refuse a budget of KL a batch that is not a positive number; None is no budget."""
+    if kl_stop is not None and not 0 < kl_stop < math.inf:
+        raise ConfigError(f"kl_stop must be a positive number, got {kl_stop!r}.")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ A row cannot be in the table without its comparison being run, because the rows 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,13 @@ from typing import Any
 from references import (
     SEQUENCE_ADVANTAGES,
     Reference,
+    cppo_equation,
+    decoupled_clip_equation,
     dppo_equation,
+    drpo_equation,
+    ipo_equation,
+    m2po_equation,
+    mis_equation,
     pspo_equation,
     trl,
     trm_equation,
@@ -153,6 +160,45 @@ METHODS: tuple[Method, ...] = (
         ),
     ),
     Method(
+        "cppo",
+        "CPPO, 2606.10968",
+        (
+            cppo_equation(probability_bound=0.15),
+            cppo_equation(probability_bound=0.05, last_weight=0.5, prefix_budget=0.1, ratio_cap=1.5),
+            cppo_equation(probability_bound=0.1, prefix_budget=0.0, budget_growth=1.0),
+        ),
+    ),
+    Method("drpo", "DRPO, 2606.09821", (drpo_equation(12.5), drpo_equation(0.15))),
+    Method(
+        "ipo",
+        "[prime-rl](https://docs.primeintellect.ai/prime-rl/ipo)",
+        (ipo_equation(0.3, 0.0), ipo_equation(0.1, 1e-3)),
+    ),
+    Method("m2po", "M2PO, 2510.01161", (m2po_equation(0.04), m2po_equation(0.002), m2po_equation(0.0))),
+    Method(
+        "tis",
+        "TIS, Yao et al. 2025",
+        (verl("tis", ratio_cap=1.1), verl("tis-sequence", level="sequence", ratio_cap=2.0)),
+    ),
+    Method("icepop", "IcePop, 2510.18855", (verl("icepop", ratio_low=0.8, ratio_high=1.25),)),
+    Method(
+        "mis",
+        "MIS, Liu et al. 2025",
+        (
+            mis_equation(level="sequence", ratio_low=0.5, ratio_high=2.0),
+            mis_equation(level="geometric", ratio_low=0.9, ratio_high=1.1, ratio_cap=1.05),
+        ),
+    ),
+    Method(
+        "decoupled_clip",
+        "A-3PO, 2512.06547",
+        (
+            decoupled_clip_equation(lag=1),
+            decoupled_clip_equation(lag=8, clip_ratio_high=0.05, clip_ratio_low=0.02),
+            decoupled_clip_equation(lag=64, weight_cap=1.2),
+        ),
+    ),
+    Method(
         "clip_cov",
         "Entropy mechanism, 2505.22617",
         (
@@ -254,7 +300,7 @@ ESTIMATORS: tuple[Estimator, ...] = (
 )
 
 # Not a choice of the method: shared by all, or data.
-_NOT_LISTED = {"max_response_length", "new", "old", "response_ids", "generator"}
+_NOT_LISTED = {"max_response_length", "new", "old", "response_ids", "generator", "lag", "proximal_log_probs"}
 
 
 def _defaults(function: Callable[..., Any]) -> str:
@@ -269,7 +315,8 @@ def _row(*cells: str) -> str:
 
 def _arxiv(paper: str) -> str:
     title, _, number = paper.rpartition(", ")
-    return f"{title}, [{number}](https://arxiv.org/abs/{number})" if title else paper
+    published = re.fullmatch(r"\d{4}\.\d{5}", number)
+    return f"{title}, [{number}](https://arxiv.org/abs/{number})" if published else paper
 
 
 def table() -> str:

@@ -88,6 +88,8 @@ class RunKind:
     """What the KL of a report tells."""
     columns: tuple[str, ...] = ()
     """Settings that always get a column of their own where runs are kept as a table."""
+    current_settings: Callable[[Settings], dict[str, Any]] = dict
+    """Settings that an earlier version saved, as the same run would be asked for now."""
 
 
 Kinds = Mapping[str, RunKind]

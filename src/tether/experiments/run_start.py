@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tether.errors import CheckpointError, TetherWarning
 from tether.experiments.files import TEMPORARY_PREFIX
 from tether.experiments.locking import FolderLock
-from tether.experiments.run_config import CONFIG_FILE, RunConfig, differences, read_config
+from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
+from tether.experiments.run_kind import Settings
 
 FINISHED_FILE = "FINISHED"
 
@@ -42,8 +45,11 @@ def check_target(path: Path, resume: bool) -> bool:
     return False
 
 
-def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) -> RunConfig:
+def resumed_config(
+    path: Path, asked: RunConfig, may_change: Collection[str], current: Callable[[Settings], dict[str, Any]]
+) -> RunConfig:
     old = read_config(path)
+    old = replace(old, settings=current(old.settings))
     changed = differences(old, asked, may_change)
     if changed:
         listed = "; ".join(
@@ -51,7 +57,7 @@ def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) ->
         )
         raise CheckpointError(
             f"{path} holds another run, which cannot be resumed with these settings ({listed}). "
-            "Use the same settings, or another output folder."
+            f"Use the same settings, or another output folder.{_on_retired(old, changed)}"
         )
     if old.versions != asked.versions:
         names = sorted(old.versions.keys() | asked.versions.keys())
@@ -71,12 +77,16 @@ def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) ->
     return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
+def _on_retired(old: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> str:
+    gone = [name for name, (_, now) in changed.items() if now is NOT_SET]
+    if not gone:
+        return ""
+    version = old.versions.get("tether-rl", "of then")
+    return f" There is no setting {', '.join(gone)} any more; Tether {version} goes on with such a run."
 
-    Raises:
-        CheckpointError: a path that does not exist or holds no run.
-    """
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """The run folders among and one or more levels below ``paths``, each once, in a stable order."""
     found: dict[Path, None] = {}
     for given in map(Path, paths):
         runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)

@@ -98,6 +98,7 @@ class RunFolder:
         settings: Mapping[str, Any],
         resume: bool = False,
         may_change: Collection[str] = (),
+        current_settings: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
         tensorboard: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> RunFolder:
@@ -112,6 +113,8 @@ class RunFolder:
             resume: continue a run of the same kind, label, seed and settings; where there is none, begin it.
             may_change: settings (dotted names) that may differ on resume, such as the number of steps; the
                 new values replace the old ones in ``config.json``, and the run no longer counts as finished.
+            current_settings: from the settings in the folder to how they are called now
+                (`RunKind.current_settings`).
             tensorboard: mirror every number into ``<run>/tensorboard``.
             clock: seconds from any origin; ``time_s`` of each line is measured with it.
 
@@ -135,7 +138,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path)
         try:
-            config = resumed_config(path, config, may_change) if holds_run else config
+            config = resumed_config(path, config, may_change, current_settings) if holds_run else config
             atomic_write_json(path / CONFIG_FILE, config.as_dict())
             return cls(path, config, lock, tensorboard=tensorboard, clock=clock)
         except BaseException:

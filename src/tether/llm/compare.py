@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tether.errors import ConfigError
 from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
+from tether.experiments.files import dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs
+from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData
 from tether.experiments.run_start import is_finished
 from tether.experiments.settings_file import write_settings
@@ -157,15 +159,13 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
 
 def _changed(kept: dict[str, object], train: TrainConfig) -> str:
     """The settings that differ. One that a kept run does not know came later; such a run had its default."""
-    from tether.experiments.files import dump_json, load_json
-
     asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
-    kept = {name: kept.get(name, default) for name, default in defaults.items()}
+    asked, kept = flatten_settings(asked), flatten_settings({**defaults, **kept})
     ignored = {"device", "save_every", "keep_checkpoints", "name"}
     return "; ".join(
-        f"{name}: {value!r} there, {asked[name]!r} here"
+        f"{name}: {value!r} there, {asked.get(name, 'no such setting')!r} here"
         for name, value in kept.items()
-        if name not in ignored and asked[name] != value
+        if name not in ignored and (name not in asked or asked[name] != value)
     )
 
 
@@ -176,7 +176,7 @@ def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:
     def place(cell: Cell) -> tuple[int, int, int]:
         return (
             points[cell.point],
-            config.trust_regions.index(cell.method),
+            config.methods.index(cell.method),
             config.seeds.index(cell.seed),
         )
 
@@ -185,11 +185,11 @@ def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:
 
 def baseline_of(config: CompareConfig) -> str | None:
     """The method all others are tested against; None if there is but one."""
-    if len(config.trust_regions) < 2:
+    if len(config.methods) < 2:
         return None
     if config.baseline is not None:
         return config.baseline
-    return "clip" if "clip" in config.trust_regions else config.trust_regions[-1]
+    return "clip" if "clip" in config.methods else config.methods[-1]
 
 
 def baseline_label(config: CompareConfig, comparison: Comparison) -> str | None:

@@ -30,8 +30,8 @@ pipeline_tag: text-generation
 {_base_model(config.model)}tags:
 - tether
 - reinforcement-learning
-- {config.estimator}
-- {config.trust_region}
+- {config.estimator.name}
+- {config.method.name}
 ---
 
 # {base}, trained on {config.task}
@@ -41,8 +41,8 @@ pipeline_tag: text-generation
 
 ## Method
 
-- Trust region: {config.label}; see {_PAPERS.get(config.trust_region, config.trust_region)}.
-- Advantages and aggregation: {config.estimator}.
+- Trust region: {config.label}; see {_PAPERS.get(config.method.name, config.method.name)}.
+- Advantages and aggregation: {config.estimator.name}.
 - {config.prompts_per_rollout} problems x {config.responses_per_prompt} responses a batch, \
 {config.updates_per_rollout} updates on each.
 - {_weights(config)}

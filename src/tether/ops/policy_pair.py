@@ -15,8 +15,11 @@ from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
-from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
+
+# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows share
+# the overhead of what is done once a row, fewer fit its cache together with the temporaries.
+BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def check_pair(
             f"{tuple(hidden.shape)}, {tuple(old.hidden.shape)} and {tuple(ids.shape)}. Flatten batch and "
             "time, and keep the tokens that count."
         )
-    _check_heads(hidden, weight, bias, old)
+    check_heads(hidden, weight, bias, old)
     check_vocabulary_size(vocabulary_size, weight.shape[0])
     rows = hidden.shape[:1]
     if old.support is not None and old.support.log_tail.shape != rows:
@@ -149,7 +152,8 @@ def check_pair(
     check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 
-def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+    """Refuse heads that do not fit the hidden states, or one another."""
     check_weight(hidden, weight)
     if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
         raise InvalidInputError(

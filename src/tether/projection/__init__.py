@@ -13,6 +13,8 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
+from tether.projection.lag_bound import LagBound
+from tether.projection.sampled import SampledPolicy, truncated_weights
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
 from tether.projection.tokens import ProjectedTokens
 from tether.settings import TROLLSettings
@@ -22,7 +24,9 @@ __all__ = [
     "Certificate",
     "CompactLogProbs",
     "GaussianProjection",
+    "LagBound",
     "ProjectedTokens",
+    "SampledPolicy",
     "SparseLogProbs",
     "SparseProjection",
     "TROLLSettings",
@@ -36,4 +40,5 @@ __all__ = [
     "project_diagonal_gaussian",
     "project_gaussian",
     "project_sparse",
+    "truncated_weights",
 ]
