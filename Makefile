@@ -116,6 +116,13 @@ wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
+ROBOTS := robots-long robots-ablation
+.PHONY: $(ROBOTS)
+$(ROBOTS): robots-%: $(VENV)/.test
+	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
+	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
+
 .PHONY: picture
 picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 	$(BIN)/python docs/module_picture.py

@@ -203,6 +203,9 @@ def _episodic_render(arguments: list[str]) -> None:
 
 def _episodic_compare(arguments: list[str]) -> None:
     config = _parse(_episodic("options").CompareConfig, "tether episodic compare", arguments)
+    if config.queue is not None:
+        print(f"Report: {_episodic('queue').queue_command(config).resolve().as_uri()}")
+        return
     _report_on(_episodic("commands").compare_command(config), config.output / "report")
 
 
