@@ -105,6 +105,10 @@ $(VENV)/.bench: $(VENV)/.train
 bench: $(VENV)/.bench  ## what the trust region costs, against the clip and other people's code (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench
 
+.PHONY: gpu-check
+gpu-check: $(VENV)/.bench $(VENV)/.test  ## what only a CUDA device can show, with a page of results (30 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_check
+
 .PHONY: audit-reasoning-gym
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
