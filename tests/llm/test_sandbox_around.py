@@ -15,7 +15,7 @@ from benchmarks.hostile.files import PROGRAMS
 
 import tether
 from tether.llm.sandbox import Sandbox, visible
-from tether.llm.sandbox.visible import without_nested
+from tether.llm.sandbox.backends import without_nested
 
 BASE = Path(sys.base_prefix)
 PYTHON = Path(os.path.realpath(sys.executable)).name

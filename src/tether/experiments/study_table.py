@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import CheckpointError, ConfigError
-from tether.experiments.files import atomic_write_text
-from tether.experiments.locking import FolderLock
+from tether.experiments.files import FolderLock, atomic_write_text
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
 from tether.experiments.peak_memory import StepMeter
+from tether.experiments.report.words import prompt_text
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Activity
@@ -200,7 +200,7 @@ class SamplesCallback(TrainerCallback):
             strict=True,
         )
         return {
-            "prompt": _as_text(problem["prompt"]),
+            "prompt": prompt_text(problem["prompt"]),
             "reference": problem["answer"],
             "reward": self._task.verify(response, problem["answer"]).reward,
             "tokens": [
@@ -309,11 +309,3 @@ def stopping_on_interrupt(request_stop: Callable[[], None], say: Callable[[str],
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _as_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    raise InvalidInputError(f"A prompt must be text or a conversation, got {type(prompt).__name__}.")

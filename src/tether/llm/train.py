@@ -15,11 +15,10 @@ from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_eve
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.llm.config import TrainConfig
-from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.run_kind import LLM_RUNS
-from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
+from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
 
