@@ -54,7 +54,7 @@ def check_before_loading(config: TrainConfig, task: Task) -> None:
     model_config, tokenizer = read_config_and_tokenizer(config.model)
     prompts = [problem.prompt for problem in task.problems("train", 4 * _PROBLEMS, config.seed)]
     if task.chat and tokenizer.chat_template is None:
-        _act(config, [Finding(
+        _raise_or_warn(config, [Finding(
             f"Task {config.task!r} asks in conversations, but {config.model!r} has no chat template. Use an "
             "instruction-tuned model, or put a chat_template into its tokenizer.", True,
         )])  # fmt: skip
@@ -62,7 +62,7 @@ def check_before_loading(config: TrainConfig, task: Task) -> None:
     longest = max(len(encode_prompt(tokenizer, p, config.chat_template_options)) for p in prompts)
     response = config.max_response_tokens or task.max_response_tokens
     estimate = estimate_memory(config, model_config)
-    _act(config, [
+    _raise_or_warn(config, [
         *_lengths(model_config, longest, response),
         *_memory(config, estimate),
         *_disk(config, estimate),
@@ -95,10 +95,12 @@ def check_rewards(
     truncated = sum(response.truncated for response, _ in answered) / len(answered)
     solved = sum(verdict.correct for verdict in verdicts)
     compares_all = config.estimator in _COMPARES_ALL
-    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(answered))])
+    _raise_or_warn(
+        config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(answered))]
+    )
 
 
-def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:
+def _raise_or_warn(config: TrainConfig, findings: Sequence[Finding]) -> None:
     stops = [found for found in findings if found.fatal or config.preflight == "refuse"]
     if stops:
         listed = "\n".join(f"- {found.text}" for found in stops)

@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> RunFolder:
             device=_device(config),
             quantization=config.quantization,
         )
-        if _begins(config):
+        if _looks_at_rewards(config):
             check_rewards(config, model, tokenizer, task)
         trainer = _build(config, model, tokenizer, task)
         with _run_folder(config) as run:
@@ -83,7 +83,7 @@ def _device(config: TrainConfig) -> torch.device:
     return torch.device(current.type, local_rank())
 
 
-def _begins(config: TrainConfig) -> bool:
+def _looks_at_rewards(config: TrainConfig) -> bool:
     """Whether this process is to look at rewards: once a run, and not with a model too large for one process
     (the evaluation before the first step shows them too)."""
     resumed = config.resume and (config.output / CONFIG_FILE).is_file()
