@@ -146,7 +146,7 @@ def _llm_eval(arguments: list[str]) -> None:
 
     config = _parse(EvalConfig, "tether llm eval", arguments)
     from tether.llm.evaluate import evaluate
-    from tether.llm.evaluation_table import print_evaluation
+    from tether.llm.evaluation_page import print_evaluation
 
     print_evaluation(config, evaluate(config))
 
@@ -182,7 +182,7 @@ def _episodic(module: str) -> Any:
 
 
 def _episodic_train(arguments: list[str]) -> None:
-    options, arguments = _episodic("options"), _with_settings_file(arguments, None)
+    options, arguments = _episodic("options"), _with_settings_file(arguments)
     defaults = options.defaults_for(arguments)
     config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
     run = _episodic("commands").train_command(config)
@@ -275,7 +275,7 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: An
             "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
             "'tether-rl[episodic]' for robots."
         ) from error
-    arguments = _with_settings_file(arguments, config)
+    arguments = _with_settings_file(arguments)
     from_options = getattr(config, "from_options", None)
     if from_options is not None:  # what options there are depends on others
         default, arguments = from_options(arguments)
@@ -284,11 +284,8 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: An
     return tyro.cli(config, prog=program, args=arguments, default=default)
 
 
-def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[str]:
-    """The options of --config files, then those typed.
-
-    The names in a file are checked against `config`, or by the parser where options depend on each other.
-    """
+def _with_settings_file(arguments: list[str]) -> list[str]:
+    """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
     from_file: list[str] = []
@@ -296,7 +293,7 @@ def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[
         place = arguments.index("--config")
         if place + 1 == len(arguments):
             raise TetherError("--config needs a file name after it.")
-        from_file += options_from_file(arguments[place + 1], config)
+        from_file += options_from_file(arguments[place + 1])
         arguments = arguments[:place] + arguments[place + 2 :]
     return from_file + arguments
 
