@@ -11,6 +11,7 @@ from tether.losses.gmpo import gmpo
 from tether.losses.gspo import gspo
 from tether.losses.kl_cov import kl_cov
 from tether.losses.kl_penalty import kl_penalty
+from tether.losses.linear import linear_policy_loss
 from tether.losses.ppo_clip import ppo_clip
 from tether.losses.project import project_tokens
 from tether.losses.pspo import pspo
@@ -71,6 +72,7 @@ __all__ = [
     "gspo",
     "kl_cov",
     "kl_penalty",
+    "linear_policy_loss",
     "ppo_clip",
     "project_tokens",
     "pspo",

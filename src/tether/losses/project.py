@@ -78,7 +78,7 @@ def project_tokens(
             "old_log_probs by name."
         )
     counted = response_mask > 0
-    _check_shapes(new, old, response_ids, response_mask)
+    check_shapes(new, old, response_ids, response_mask)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
     if isinstance(new, HiddenStates) and isinstance(old, HiddenStates):
         return _project_hidden_states(new, old, response_ids, counted, old_log_probs, kl_bound, region)
@@ -237,7 +237,7 @@ def _blank(distribution: SparseLogProbs, counted: Tensor, support: SparseSupport
     )
 
 
-def _check_shapes(new: Policy, old: Policy, ids: Tensor, mask: Tensor) -> None:
+def check_shapes(new: Policy, old: Policy, ids: Tensor, mask: Tensor) -> None:
     if mask.shape != ids.shape or ids.dim() != 2:
         raise InvalidInputError(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "
