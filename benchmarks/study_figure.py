@@ -19,9 +19,9 @@ from typing import Any
 
 from tether.errors import ConfigError
 from tether.experiments.plots import Panel, small_multiples
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
 from tether.experiments.statistics import Curve
-from tether.experiments.study_table import table_and_part
+from tether.experiments.study_table import load_runs, table_and_part
 from tether.kinds import KINDS
 from tether.llm.config import TrainConfig
 from tether.llm.methods import find_method

@@ -235,6 +235,7 @@ class _Groups:
         if group_ids.is_floating_point():
             raise InvalidInputError(f"group_ids must be integers, got {group_ids.dtype}.")
         ids, self._index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+        self._count = len(ids)
         if bool((sizes < 2).any()):
             raise InvalidInputError(
                 f"every prompt needs at least 2 responses to be compared, but group "
@@ -251,7 +252,7 @@ class _Groups:
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of each response's group, [B]."""
-        totals = values.new_zeros(int(self._index.max()) + 1 if len(values) else 0)
+        totals = values.new_zeros(self._count)
         return totals.index_add(0, self._index, values)[self._index] / self.size
 
 

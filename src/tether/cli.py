@@ -231,7 +231,7 @@ _RUNS = "run folders, folders of runs, or tables of them (study.csv, study.csv/G
 
 def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) -> None:
     from tether.experiments.report import write_report
-    from tether.experiments.run_data import load_runs
+    from tether.experiments.study_table import load_runs
     from tether.experiments.summary import print_results
     from tether.kinds import KINDS
 
@@ -244,8 +244,7 @@ def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) ->
 def _collect(arguments: list[str]) -> None:
     import argparse
 
-    from tether.experiments.run_data import load_runs
-    from tether.experiments.study_table import StudyTable
+    from tether.experiments.study_table import StudyTable, load_runs
     from tether.kinds import KINDS
 
     parser = argparse.ArgumentParser(

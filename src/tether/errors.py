@@ -48,6 +48,10 @@ class SimulationError(TetherError, RuntimeError):
     """A simulator or one of its worker processes failed or returned something impossible."""
 
 
+class StaleSamplerError(TetherError, RuntimeError):
+    """A sampler does not have the weights it was given: its log-probabilities are those of others."""
+
+
 class SandboxError(TetherError, RuntimeError):
     """The sandbox could not start a program, or was used while closed; never the program's own failure."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tether.errors import CheckpointError
-from tether.experiments import RunData, run_data
+from tether.experiments import RunData, study_table
 from tether.experiments.report import page as page_module
 from tether.experiments.report.panels import _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
@@ -34,7 +34,7 @@ TOKENS = [
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    return run_data.load_runs(paths, KINDS)
+    return study_table.load_runs(paths, KINDS)
 
 
 def write_report(paths: Iterable[str | Path], out: Path, title: str | None = None) -> Path:
@@ -354,9 +354,9 @@ def test_all_methods_are_tinted_on_one_scale(make_run: WriteRun) -> None:
         return make_run(label, [{"reward": 0.5}], samples=rows, label=label, settings={})
 
     near, far = samples(load_runs([run("near", 0.01), run("far", 1.0)]))
-    assert near.scale == far.scale == 1.0  # the KL one token in twenty exceeds, over both
-    assert not near.scale_is_bound
-    assert (near.responses[0].tokens[0].level, far.responses[0].tokens[0].level) == (1, 4)
+    assert near["scale"] == far["scale"] == 1.0  # the KL one token in twenty exceeds, over both
+    assert not near["scale_is_bound"]
+    assert (near["responses"][0]["tokens"][0]["level"], far["responses"][0]["tokens"][0]["level"]) == (1, 4)
 
 
 def test_the_choice_is_half_as_drawn_and_half_what_moved_most() -> None:

@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bucket": {"troll_support": "bucket"},
     "paper": {"troll_support": "paper"},
+    "sampler": {"troll_anchor": "sampler", "troll_lag_growth": "linear", "troll_lag_rate": 0.5},
     "sequence": {"troll_region": "sequence", "importance_sampling_level": "sequence", "loss_type": "grpo"},
     "passes over TRL's batch": {"steps_per_generation": 1, "num_iterations": 4},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},

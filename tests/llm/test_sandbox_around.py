@@ -66,7 +66,7 @@ IN_THE_INTERPRETER = """
 import json, sys, tether
 from tether.llm.sandbox import Sandbox
 from tether.llm.sandbox.backends import BACKENDS
-from tether.llm.sandbox.trial import try_backend
+from tether.llm.sandbox.sandbox import try_backend
 assert sys.prefix == sys.base_prefix and tether.__file__.startswith(sys.prefix), tether.__file__
 import usermodule, nestedmodule
 for backend in BACKENDS:
@@ -146,7 +146,7 @@ AS_PROCESS_1 = """
 import os
 from tether.llm.sandbox import Sandbox
 from tether.llm.sandbox.backends import BACKENDS
-from tether.llm.sandbox.trial import try_backend
+from tether.llm.sandbox.sandbox import try_backend
 assert os.getpid() == 1
 for backend in BACKENDS:
     reason = try_backend(backend)
@@ -198,9 +198,10 @@ def test_two_containers_alike_do_not_share_a_limit() -> None:
 
 AS_ORDINARY_USER = """
 import os
-from tether.llm.sandbox import Sandbox, trial
+from tether.llm.sandbox import Sandbox
+from tether.llm.sandbox import sandbox as module
 assert os.geteuid() != 0
-assert trial.try_backend("namespaces") is None, trial.try_backend("namespaces")
+assert module.try_backend("namespaces") is None, module.try_backend("namespaces")
 with Sandbox(1, backend="namespaces") as sandbox:
     assert sandbox.run("import os; print(os.getuid(), os.fork() >= 0)").status == "ok"
     bomb = "import os\\nwhile True:\\n try: os.fork()\\n except OSError: pass"

@@ -15,8 +15,7 @@ from short_run import SETTINGS, assert_same_run, config, record, start, steps_lo
 
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.experiments import RunFolder, TrainingProgress
-from tether.experiments.peak_memory import peak_memory
-from tether.experiments.step_meter import StepMeter
+from tether.experiments.peak_memory import StepMeter, peak_memory
 from tether.llm.callbacks import MetricsCallback
 from tether.llm.compare_config import CompareConfig
 from tether.llm.models import embedded_model_path

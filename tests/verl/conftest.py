@@ -46,3 +46,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from actor import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose LM head is its embedding."""
+    from actor import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """verl's engine in float64, with `FLOAT64` among its settings."""
+    from actor import in_float64
+
+    with in_float64():
+        yield

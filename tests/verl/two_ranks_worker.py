@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from actor import NO_CLIP, Rollouts, acting, largest_difference, make_actor, parameters, unclipped
+from actor import (
+    FLOAT64,
+    NO_CLIP,
+    Rollouts,
+    acting,
+    in_float64,
+    largest_difference,
+    make_actor,
+    parameters,
+    unclipped,
+)
+from dense import KL_BOUND, worst_gradient
 from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import save_file
 
@@ -21,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "seq-mean-token-mean": {"troll_region": "sequence"},
 }
+
+
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 def halves(rank: int) -> Rollouts:
@@ -51,9 +65,17 @@ def main(model: Path, output: Path) -> None:
             metrics = rollouts.update(actor, old, world_size=2)
             numbers |= {f"{mode} {step} {n}": v for n, v in metrics.items() if "troll" in n or n == "loss"}
         save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
+    for name, lora in (("full", {}), ("LoRA", LORA)):
+        with in_float64():
+            actor = make_actor(
+                model, acting(troll_kl_bound=KL_BOUND, troll_top_k=6), model_settings=lora,
+                engine_settings=FLOAT64, learning_rate=1e-2 if lora else 1e-3, micro_batch=1,
+            )  # fmt: skip
+            found = worst_gradient(model, actor, rollouts, Rollouts.scripted(), lora)
+            numbers[f"gradient {name}"], numbers[f"projected {name}"] = found
     for name, (loss, gradient) in losses_and_gradients(torch.distributed.group.WORLD).items():
         numbers[f"ulysses {name}"] = loss
-        save_file({"gradient": gradient}, output / f"ulysses-{name}-{rank}.safetensors")
+        save_file({"gradient": gradient}, output / f"ulysses {name}-{rank}.safetensors")
     loss, gradient, ids = split_vocabulary(torch.distributed.group.WORLD, rank)
     numbers["split vocabulary"] = loss
     save_file({"gradient": gradient, "ids": ids}, output / f"split-{rank}.safetensors")

@@ -65,7 +65,7 @@ def shown_numbers(run: Path, numbers: dict[str, float]) -> dict[str, float]:
     """
     if RunFolder.open(run).config.settings["headline"] == "success":
         return numbers
-    return {name: value for name, value in numbers.items() if name not in ("success", "success_greedy")}
+    return {name: value for name, value in numbers.items() if not name.startswith("success")}
 
 
 def draw_exploration(run: Path) -> Path:
@@ -149,13 +149,16 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
 def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[str, Any]]:
     """What the task is judged by, return and roughness: mean and interquartile mean with 95 % intervals.
 
-    The interval of success is Wilson's, the others are bootstrap intervals over the episodes. Success is
-    left out where another number is the headline: such a task (Hopper Jump) may define none, and 0 would
-    look like a failure. Episodes that lack a number (one that never landed has no landing distance) are
-    left out; "known" counts the rest.
+    "success" is at the last step, "success_any" at any. Their intervals are Wilson's, the others are
+    bootstrap intervals over the episodes. Success is left out where another number is the headline: such a
+    task (Hopper Jump) may define none, and 0 would look like a failure. Episodes that lack a number (one that
+    never landed has no landing distance) are left out; "known" counts the rest.
     """
-    measures = {headline: result.headline(headline), "return": result.returns, "jerk": result.jerk}
-    return {name: _measure(values, name == "success") for name, values in measures.items()}
+    measures = {headline: result.headline(headline)}
+    if headline == "success":
+        measures["success_any"] = result.success_any.astype(np.float64)
+    measures |= {"return": result.returns, "jerk": result.jerk}
+    return {name: _measure(values, name.startswith("success")) for name, values in measures.items()}
 
 
 def _measure(values: np.ndarray[Any, np.dtype[np.float64]], is_share: bool) -> dict[str, Any]:

@@ -166,6 +166,10 @@ class UpdateConfig:
     segment_points: int = 25
     """Points at which a motion is cut; the segments are one fewer (TCE)."""
 
+    shift_rewards: bool = True
+    """Count what is earned from the task's event on (a ball is hit, the robot takes off) at the event's
+    step, where the critic can see what it is for (TCE)."""
+
     include_last_reward: bool = False
     """Let the last segment run to the end of the episode; the paper's ends at the last point (TCE)."""
 

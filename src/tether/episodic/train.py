@@ -134,6 +134,7 @@ class _Loop:
             "env_steps": self.env_steps,
             "return_mean": float(episodes.returns.mean()),
             "success": float(episodes.success.mean()),
+            "success_any": float(episodes.success_any.mean()),
             **{name: mean_of_known(values) for name, values in episodes.extras.items()},
             **metrics,
             "sampling_seconds": sampling_seconds,

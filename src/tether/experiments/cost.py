@@ -67,15 +67,7 @@ def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost
 
 
 def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | None:
-    """One line a method: time, processor time and memory of a step, and as multiples of the baseline's.
-
-    Args:
-        costs: of each method, at every point of the grid at which it has runs.
-        baseline: the method whose cost is 1.
-
-    Returns:
-        None where there is nothing to compare: a single method, or runs that measured none of it.
-    """
+    """One line a method: time, processor time and memory of a step, and as multiples of the baseline's."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -59,11 +59,7 @@ def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
 
 
 def write_all(file: RawIOBase, data: bytes) -> None:
-    """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short.
-
-    Raises:
-        OSError: the disk is full, or another reason of the system's.
-    """
+    """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
@@ -87,9 +83,6 @@ def dump_json(value: object, indent: int | None = None) -> str:
     finite becomes ``{"$float": "nan"}`` (``"inf"``, ``"-inf"``), which `load_json` turns back. Paths are
     written as strings; zero-dimensional arrays and tensors as numbers.
 
-    Raises:
-        InvalidInputError: something JSON cannot hold.
-
     >>> dump_json({"kl_bound": float("inf"), "step": 3})
     '{"kl_bound": {"$float": "inf"}, "step": 3}'
     """
@@ -110,9 +103,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, without a last line that was cut in the middle of its writing.
 
     A line counts once its line end is there. A missing file holds no lines.
-
-    Raises:
-        CheckpointError: a complete line that is not a JSON object.
     """
     if not path.exists():
         return []

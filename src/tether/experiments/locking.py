@@ -19,9 +19,6 @@ class FolderLock:
     Args:
         folder: what is locked.
         wait: wait for whoever holds the lock.
-
-    Raises:
-        CheckpointError: another process holds the lock, and `wait` is off.
     """
 
     NAME = ".lock"

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 def as_number(name: str, value: object) -> float | int | bool:
     """A metric as a plain number.
 
-    Raises:
-        InvalidInputError: it is none, naming the metric.
-
     >>> as_number("loss", 0.5)
     0.5
     """
@@ -31,11 +28,7 @@ def as_number(name: str, value: object) -> float | int | bool:
 
 
 def summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
-    """Where TensorBoard finds the numbers; those from ``purge_step`` on, of a run cut off, are hidden.
-
-    Raises:
-        MissingDependencyError: tensorboard is not installed.
-    """
+    """Where TensorBoard finds the numbers; those from ``purge_step`` on, of a run cut off, are hidden."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:

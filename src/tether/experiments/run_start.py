@@ -86,11 +86,7 @@ def _on_retired(old: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
-
-    Raises:
-        CheckpointError: a path that does not exist or holds no run.
-    """
+    """The run folders among and one or more levels below ``paths``, each once, in a stable order."""
     found: dict[Path, None] = {}
     for given in map(Path, paths):
         runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)

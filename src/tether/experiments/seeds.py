@@ -16,9 +16,6 @@ def seed_everything(seed: int) -> None:
     Operations that are not deterministic themselves (some CUDA kernels) stay so; see
     ``torch.use_deterministic_algorithms``.
 
-    Raises:
-        InvalidInputError: a seed outside [0, 2^32), which numpy cannot take.
-
     >>> seed_everything(3); first = torch.rand(2)
     >>> seed_everything(3); torch.equal(first, torch.rand(2))
     True

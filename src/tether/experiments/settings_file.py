@@ -18,13 +18,6 @@ from tether.experiments.files import atomic_write_text
 def options_from_file(path: str | Path, config: type[Any] | None = None) -> list[str]:
     """The options a YAML file of nested settings stands for.
 
-    Args:
-        path: the file.
-        config: the dataclass the options are for, to check the names; None leaves that to the parser.
-
-    Raises:
-        ConfigError: no such file, not YAML, not a mapping of settings, or a setting that `config` lacks.
-
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w+", suffix=".yaml") as file:
     ...     _ = file.write("seeds: [0, 1]\\ntrain: {steps: 5, resume: false}\\n"); file.flush()
@@ -76,11 +69,7 @@ def yaml_text(value: object) -> str:
 
 
 def load_yaml(path: Path) -> Any:
-    """The content of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not YAML.
-    """
+    """The content of a YAML file."""
     yaml = _yaml()
     # libyaml, where it was built in, reads what takes seconds in a tenth of that.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

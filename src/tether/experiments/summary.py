@@ -12,9 +12,10 @@ import numpy as np
 
 from tether.errors import MissingDependencyError
 from tether.experiments.progress import format_duration
-from tether.experiments.run_data import RunData, by_label, is_number, load_runs
+from tether.experiments.run_data import RunData, by_label, is_number
 from tether.experiments.run_kind import Kinds
 from tether.experiments.statistics import Curve, Interval, bootstrap_interval, proportion_interval
+from tether.experiments.study_table import load_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,11 +86,7 @@ def summarise(runs: Sequence[RunData]) -> list[MethodSummary]:
 
 
 def results_table(summaries: Sequence[MethodSummary]) -> Table:
-    """The table shown at the end of a comparison.
-
-    Raises:
-        MissingDependencyError: rich is not installed.
-    """
+    """The table shown at the end of a comparison."""
     try:
         from rich.table import Table
         from rich.text import Text

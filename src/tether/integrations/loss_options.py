@@ -12,8 +12,8 @@ from tether.losses import find_loss
 from tether.signatures import Option, check_known, keywords_of, options_of
 
 #: Given by the trainer, not chosen, to a loss whose signature asks for it: what was sampled, whole
-#: distributions, random numbers.
-GIVEN = frozenset({"response_ids", "new", "old", "generator"})
+#: distributions, how old the data is, random numbers.
+GIVEN = frozenset({"response_ids", "new", "old", "lag", "proximal_log_probs", "generator"})
 
 # Given to every loss: how tokens are averaged.
 _AVERAGING = frozenset({"loss_agg_mode", "max_response_length"})
@@ -97,7 +97,7 @@ def _try_out(name: str, options: Mapping[str, Any]) -> None:
     rows = torch.full((1, 2, 2), 0.5).log()
     available = {
         "response_ids": torch.zeros(1, 2, dtype=torch.long), "new": rows, "old": rows,
-        "generator": torch.Generator(),
+        "lag": torch.ones(1), "proximal_log_probs": None, "generator": torch.Generator(),
     }  # fmt: skip
     given = {key: available[key] for key in given_to(name, options)}
     find_loss(name)(log_probs, log_probs, torch.ones(1), torch.ones(1, 2), **options, **given)

@@ -84,7 +84,7 @@ def unpack(batch: dict[str, Any]) -> dict[str, Any]:
     hidden = None
     if packed.hidden is not None:
         hidden = packed.hidden.new_zeros((*packed.counted.shape, packed.hidden.shape[-1]))
-        hidden[packed.counted] = packed.hidden
+        hidden.masked_scatter_(packed.counted[..., None], packed.hidden)  # unlike an index, without waiting
     support = packed.support.unpack()
     kept = {k: v for k, v in batch.items() if k != _PACKED}
     return {**kept, **Recorded(support.log_tail, support, hidden).entries()}
@@ -125,7 +125,9 @@ def packed_from_tensors(entries: dict[str, Any]) -> dict[str, Any]:
 def bytes_a_token(batches: list[dict[str, Any]]) -> float | None:
     """Memory that packed batches keep for each token; None if there is none."""
     packed = [batch[_PACKED] for batch in batches if _PACKED in batch]
-    tokens = sum(int(part.counted.sum()) for part in packed)
+    if not packed:
+        return None
+    tokens = int(torch.stack([part.counted.sum() for part in packed]).sum())
     return sum(part.nbytes for part in packed) / tokens if tokens else None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tether.errors import TetherError
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig  # noqa: F401
 from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
+from tether.projection import truncated_weights
 from tether.settings import TROLLSettings
 
 # isort: split
@@ -31,12 +33,14 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
+from tether.integrations.lag_metrics import lag_means, lag_sums
 from tether.integrations.packing import add_packing
+from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl_evaluation import Evaluation
-from tether.integrations.trl_kl_stop import StoppableTrainer
 from tether.integrations.trl_old_policy import (
     IDS,
+    LOG_TAIL,
     Recorded,
     bytes_a_token,
     loss_mask,
@@ -44,6 +48,7 @@ from tether.integrations.trl_old_policy import (
     pack,
     unpack,
 )
+from tether.integrations.trl_sampler import ReportingTrainer
 from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
 from tether.integrations.trl_warnings import warn_of_settings
 
@@ -60,7 +65,7 @@ AVERAGES: dict[str, LossAggMode] = {
 _MEASURED_ALREADY = ("kl_mean", "kl_max")
 
 
-class OldPolicyTrainer(StoppableTrainer):
+class OldPolicyTrainer(ReportingTrainer):
     """`GRPOTrainer` that also knows the old policy's token distributions, not just sampled tokens.
 
     On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
@@ -78,7 +83,10 @@ class OldPolicyTrainer(StoppableTrainer):
             `trl_step_back.StepBackOptions`.
         support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
         pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
-            (These three are settings of `TROLLConfig` in `TROLLTrainer`.)
+        anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
+            the one that TRL scores; sampler_weight, sampler_tolerance: see `trl_sampler.ReportingTrainer`.
+            (From support_top_k on these are settings of `TROLLConfig` in `TROLLTrainer`.)
+        lag: sample from the policy of so many updates ago; see `trl_lag.LaggedTrainer`.
     """
 
     #: Whether the old policy's hidden states are kept, to compare over the whole vocabulary.
@@ -126,8 +134,9 @@ class OldPolicyTrainer(StoppableTrainer):
             self._old_head = None  # before the next one is taken, and before generation needs the memory
         try:
             output = super()._generate_and_score_completions(inputs)
-            if "old_per_token_logps" in output:
-                output.update(self._old_policy_pass(output["old_per_token_logps"]).entries())
+            old = self._old_policy(output)
+            if old is not None:
+                output.update(old.entries(), old_per_token_logps=old.log_probs)
                 if training:
                     # Follows its row through TRL's shuffle, so that a report can name the problem.
                     output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
@@ -136,6 +145,21 @@ class OldPolicyTrainer(StoppableTrainer):
         finally:
             self._recorded = None
         return output
+
+    def _old_policy(self, output: dict[str, Any]) -> Recorded | None:
+        """What the trust region is around: the policy that sampled, or the one that TRL scored, if it did."""
+        if self.anchor == "sampler":
+            assert self._sampler is not None
+            return Recorded(output["sampling_per_token_logps"], self._sampler.support, None)
+        if "old_per_token_logps" not in output:
+            return None
+        scored = output["old_per_token_logps"]
+        if self.sampler_weight is not None:
+            assert self._sampler is not None
+            output["importance_sampling_ratio"] = truncated_weights(
+                scored, self._sampler.log_probs, loss_mask(output), largest=self.sampler_weight
+            )
+        return replace(self._old_policy_pass(scored), log_probs=scored)
 
     def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
         """Where the old policy's log-probabilities came from: the first pass through the model.
@@ -175,6 +199,8 @@ class OldPolicyTrainer(StoppableTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._answers_scoring(model):
+            return self._reported_log_probs(input_ids, logits_to_keep), None, None
         score = super()._get_per_token_logps_and_entropies
         packing = {"pack_sequences": True} if self.pack_sequences else {}
         recording = self._recorded is not None and model is self.model
@@ -200,7 +226,11 @@ class OldPolicyTrainer(StoppableTrainer):
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """On which ids the network is evaluated: those of the old policy, or its own if there is none."""
-        return {"support_ids": inputs[IDS]} if IDS in inputs else self._own_support
+        if IDS not in inputs:
+            return self._own_support
+        if self.anchor == "sampler":
+            return at_reported_ids(inputs[IDS], inputs[LOG_TAIL])
+        return {"support_ids": inputs[IDS]}
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if IDS not in inputs and not self._learns_without_old_policy:
@@ -269,6 +299,15 @@ class OldPolicyTrainer(StoppableTrainer):
             else:
                 combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
             self._metrics[mode][f"trust_region/{name}"].append(combined)
+        if self.anchor == "sampler" and mode == "train":
+            self._log_lag(tokens, mask, inputs)
+
+    def _log_lag(self, tokens: ProjectedTokens, mask: Tensor, inputs: dict[str, Any]) -> None:
+        lag = self._lag(inputs)
+        sums = self.accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
+        oldest = self.accelerator.gather(lag).max().item()
+        for name, mean in {**lag_means(sums), "lag": oldest}.items():
+            self._metrics["train"][f"trust_region/{name}"].append(mean)
 
 
 class ObjectiveTrainer(OldPolicyTrainer):

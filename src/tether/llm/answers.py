@@ -16,10 +16,9 @@ from tether.experiments.files import (
     write_all,
 )
 from tether.llm.eval_config import EvalConfig
-from tether.llm.generate import Response, answer, encode_prompt
+from tether.llm.generate import Response, answer_and_judge, encode_prompt
 from tether.llm.scoring import score_tokens
 from tether.llm.tasks import Problem, Task, Verdict
-from tether.llm.tasks.training import verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +27,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Examinee:
-    """A loaded model that answers problems."""
+class LoadedModel:
+    """A model that answers problems, and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -37,7 +36,7 @@ class Examinee:
 
 def collect_answers(
     config: EvalConfig,
-    load: Callable[[], Examinee],
+    load: Callable[[], LoadedModel],
     task: Task,
     name: str,
     problems: Sequence[Problem],
@@ -59,19 +58,16 @@ def collect_answers(
         file: JSON lines to append every batch to; what is there is not asked again, and the rows are those
             of a run nobody interrupted. None keeps nothing.
         done: told how many problems are answered so far.
-
-    Raises:
-        CheckpointError: the file holds answers to other problems.
     """
     size = max(1, config.batch_size // max(1, config.samples))
     rows = _answered(file, problems, size)
     done(len(rows))
     if len(rows) == len(problems):
         return rows
-    examinee = load()
+    loaded = load()
     for start in range(len(rows), len(problems), size):
         batch = problems[start : start + size]
-        fresh = _answer_batch(config, examinee, task, batch, start, _seed(config.seed, name, start))
+        fresh = _answer_batch(config, loaded, task, batch, start, _seed(config.seed, name, start))
         if file is not None:
             with file.open("ab", buffering=0) as lines:
                 write_all(lines, dump_json_lines(fresh).encode())
@@ -99,10 +95,10 @@ def _answered(file: Path | None, problems: Sequence[Problem], size: int) -> list
 
 
 def _answer_batch(
-    config: EvalConfig, examinee: Examinee, task: Task, batch: Sequence[Problem], start: int, seed: int
+    config: EvalConfig, loaded: LoadedModel, task: Task, batch: Sequence[Problem], start: int, seed: int
 ) -> list[Row]:
-    sampled = _ask(config, examinee, task, [p for p in batch for _ in range(config.samples)], seed, True)
-    greedy = _ask(config, examinee, task, list(batch), seed, False) if config.greedy else []
+    sampled = _ask(config, loaded, task, [p for p in batch for _ in range(config.samples)], seed, True)
+    greedy = _ask(config, loaded, task, list(batch), seed, False) if config.greedy else []
     rows: list[Row] = []
     for place, problem in enumerate(batch):
         samples = sampled[place * config.samples : (place + 1) * config.samples]
@@ -112,26 +108,20 @@ def _answer_batch(
         })  # fmt: skip
     if config.token_scores:
         shown = greedy or sampled[:: config.samples]
-        _add_scores(config, examinee, batch, shown)
+        _add_scores(config, loaded, batch, shown)
     return rows
 
 
 def _ask(
-    config: EvalConfig, examinee: Examinee, task: Task, problems: Sequence[Problem], seed: int, sample: bool
+    config: EvalConfig, loaded: LoadedModel, task: Task, problems: Sequence[Problem], seed: int, sample: bool
 ) -> list[tuple[Response, Row]]:
-    if not problems:
-        return []
-    responses = answer(
-        examinee.model, examinee.tokenizer, [problem.prompt for problem in problems],
-        max_response_tokens=config.max_response_tokens or task.max_response_tokens,
-        temperature=config.temperature if sample else None, batch_size=config.batch_size, seed=seed,
+    answered = answer_and_judge(
+        loaded.model, loaded.tokenizer, task, problems,
+        max_response_tokens=config.max_response_tokens, batch_size=config.batch_size, seed=seed,
+        temperature=config.temperature if sample else None,
         chat_template_options=config.chat_template_options,
     )  # fmt: skip
-    texts = [response.text for response in responses]
-    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
-    return [
-        (response, _judged(response, verdict)) for response, verdict in zip(responses, verdicts, strict=True)
-    ]
+    return [(response, _judged(response, verdict)) for response, verdict in answered]
 
 
 def _judged(response: Response, verdict: Verdict) -> Row:
@@ -147,14 +137,14 @@ def _judged(response: Response, verdict: Verdict) -> Row:
 
 def _add_scores(
     config: EvalConfig,
-    examinee: Examinee,
+    loaded: LoadedModel,
     batch: Sequence[Problem],
     shown: Sequence[tuple[Response, Row]],
 ) -> None:
     """Score the response the page shows first; each token with its text."""
-    tokenizer = examinee.tokenizer
+    tokenizer = loaded.tokenizer
     prompts = [encode_prompt(tokenizer, problem.prompt, config.chat_template_options) for problem in batch]
-    scores = score_tokens(examinee.model, prompts, [response.ids for response, _ in shown])
+    scores = score_tokens(loaded.model, prompts, [response.ids for response, _ in shown])
     for (response, row), score in zip(shown, scores, strict=True):
         row["tokens"] = [
             [tokenizer.decode([token]), round(log_prob, 4), round(entropy, 4)]

@@ -16,10 +16,11 @@ from transformers import TrainerCallback
 
 from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
-from tether.experiments.step_meter import StepMeter
+from tether.experiments.peak_memory import StepMeter
+from tether.integrations.lag_metrics import lag_names
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
-from tether.llm.failures import Whereabouts
+from tether.llm.failures import Activity
 from tether.llm.tasks import Task
 from tether.llm.tasks.training import PARTS
 
@@ -66,6 +67,9 @@ _METRICS = {
     "step_back/kl_before": "network_kl_before",
     "step_back/kl": "network_kl",
     "step_back/passes": "network_passes",
+    "trust_region/lag": "lag",
+    "trust_region/sampler_mismatch": "sampler_mismatch",
+    **{f"trust_region/{theirs}": ours for theirs, ours in lag_names().items()},
     "critic/value_loss": "critic_loss",
     "critic/explained_variance": "explained_variance",
     "critic/clipped": "critic_clipped",
@@ -130,13 +134,13 @@ class EvaluationCallback(TrainerCallback):
         progress: TrainingProgress,
         evaluate: Callable[[], Evaluation],
         config: TrainConfig,
-        where: Whereabouts,
+        activity: Activity,
     ) -> None:
         self._run = run
         self._progress = progress
         self._evaluate = evaluate
         self._config = config
-        self._where = where
+        self._activity = activity
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The starting point; a resumed run has it already."""
@@ -150,7 +154,7 @@ class EvaluationCallback(TrainerCallback):
             self._measure(step)
 
     def _measure(self, step: int) -> None:
-        with self._where.during("evaluating"):
+        with self._activity.during("evaluating"):
             result = self._evaluate()
         if self._run is None:
             return
@@ -230,20 +234,14 @@ class CheckpointCallback(TrainerCallback):
 
     Transformers writes the checkpoint after the step's numbers are logged; it then moves, complete, to
     the run's checkpoints. Whatever is killed in between leaves the previous checkpoint and nothing else.
-
-    Args:
-        run: the run's folder; None in the processes of a distributed run that do not write it.
-        config: says when to save and how many to keep.
-        where: told what is being done.
-        together: the processes of the run.
     """
 
     def __init__(
-        self, run: RunFolder | None, config: TrainConfig, where: Whereabouts, together: Accelerator
+        self, run: RunFolder | None, config: TrainConfig, activity: Activity, together: Accelerator
     ) -> None:
         self._run = run
         self._config = config
-        self._where = where
+        self._activity = activity
         self._together = together
         self._stop = False
 
@@ -260,7 +258,7 @@ class CheckpointCallback(TrainerCallback):
             self._stop = _any_of(self._together, self._stop)
         control.should_save = step == self._config.steps or (at_boundary and (due or self._stop))
         if control.should_save:
-            self._where.doing = "saving a checkpoint"
+            self._activity.doing = "saving a checkpoint"
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -277,7 +275,7 @@ class CheckpointCallback(TrainerCallback):
         self._together.wait_for_everyone()  # nobody begins the next while this one is moved
         # Not before the save: the flag would be part of the checkpoint, and stop the resumed run.
         control.should_training_stop = self._stop or control.should_training_stop
-        self._where.doing = "training"
+        self._activity.doing = "training"
         return control
 
 

@@ -9,11 +9,7 @@ from tether.errors import ConfigError, TetherError
 
 
 def check_hub_access(repository: str) -> None:
-    """Refuse before training what would fail after it: no token, no connection.
-
-    Raises:
-        ConfigError: the hub does not know who asks.
-    """
+    """Refuse before training what would fail after it: no token, no connection."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
@@ -27,16 +23,7 @@ def check_hub_access(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str, say: Callable[[str], None]) -> None:
-    """Upload a model folder to a repository of the hub, which is made, private, if it is not there.
-
-    Args:
-        folder: what `save_pretrained` wrote, with the card as README.md.
-        repository: ``"name"`` or ``"owner/name"``.
-        say: told where the model is.
-
-    Raises:
-        TetherError: the upload failed; the model is still in ``folder``.
-    """
+    """Upload a model folder to a repository of the hub, which is made, private, if it is not there."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
 

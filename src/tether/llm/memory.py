@@ -1,4 +1,4 @@
-"""How much memory a training run will take, before anything is loaded; and how much there is."""
+"""What a training run cannot do without, before anything is loaded: memory and disk; and what there is."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _HEAD_TOKENS, _HEAD_IDS = 4096, 32768
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes one process needs, its share where the model is spread. Weights, gradients and optimizer are
-    counted; the rest is estimated."""
+    """Bytes one process needs, its share where the model is spread; activations and responses come on top."""
 
     parameters: int
     """Numbers in the model."""
@@ -45,34 +44,17 @@ class MemoryEstimate:
     """A second model, where the reference penalty needs one."""
     critic: int
     """PPO's: a backbone in float32, with its gradients and moments."""
-    activations: int
-    """What one micro-batch leaves for the backward pass, and the tile of the LM head."""
-    generation: int
-    """Keys and values of all responses of a batch, written at once, and the logits of one token each."""
 
     @property
     def fixed(self) -> int:
         """What there is no way around with these settings."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.critic
 
-    @property
-    def peak(self) -> int:
-        """The larger of an update and of writing responses, when there are no gradients."""
-        resting = self.weights + self.optimizer + self.reference + self.critic
-        return max(self.fixed + self.activations, resting + self.generation)
 
-
-def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length: int) -> MemoryEstimate:
+def estimate_memory(config: TrainConfig, model_config: PretrainedConfig) -> MemoryEstimate:
     """What training takes in one process of ``config``'s run.
 
-    The model is built without memory (on torch's meta device), so weights, gradients and moments are exact
-    for its architecture. Activations are counted as the tensors a pre-norm decoder with gated MLP and fused
-    attention keeps: 8 of the width and 4 of the MLP's width for each token and layer.
-
-    Args:
-        config: the run's settings.
-        model_config: the model's configuration.
-        length: tokens of the longest prompt and response together.
+    The model is built without memory (on torch's meta device), so all counts are exact for its architecture.
     """
     from transformers import AutoModelForCausalLM
 
@@ -80,13 +62,10 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    text = model_config.get_text_config()
     size = _bytes_a_weight(config, model_config)
     parameters = sum(weight.numel() for weight in model.parameters())
     trained = parameters if config.lora_rank is None else _adapter_size(model, config.lora_rank)
     trained_size = size if config.lora_rank is None else 4
-    rows = max(1, config.responses_per_micro_batch // process_count())
-    written = max(1, config.prompts_per_rollout * config.responses_per_prompt // process_count())
     moments = _MOMENTS[config.optimizer]
     share = 1 if sharding() == "none" else process_count()
     weights = int(parameters * size) if config.quantization == "none" else _nf4_weights(model)
@@ -99,8 +78,6 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig, length:
         checkpoint=_checkpoint(parameters, trained, size, trained_size, moments),
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
         critic=_critic(model) if config.estimator.spec.critic else 0,
-        activations=_activations(config, text, rows * length, size),
-        generation=0 if config.rollouts == "vllm" else _generation(text, written, length, size),
     )
 
 
@@ -154,24 +131,6 @@ def _nf4_weights(model: PreTrainedModel) -> int:
     packed = sum(layer.weight.numel() for layer in _linear_layers(model))
     others = sum(weight.numel() for weight in model.parameters()) - packed
     return int(packed * _NF4_BYTES + others * 2)
-
-
-def _activations(config: TrainConfig, text: Any, tokens: int, size: int) -> int:
-    compute = 2 if config.mixed_precision else size
-    width, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    layer = tokens * (8 * width + 4 * inner) * compute
-    layers = text.num_hidden_layers
-    kept = layer + layers * tokens * width * compute if config.gradient_checkpointing else layers * layer
-    tile = min(tokens, _HEAD_TOKENS) * min(text.vocab_size, _HEAD_IDS) * 4
-    return int((kept if config.lora_rank is None else _ADAPTED * kept) + 2 * tile)
-
-
-def _generation(text: Any, responses: int, length: int, size: int) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = responses * length * text.num_hidden_layers * 2 * heads * head_dim * size
-    logits = 3 * responses * text.vocab_size * 4  # as they come, scaled, and as probabilities
-    return int(cache + logits)
 
 
 def _container_limit(

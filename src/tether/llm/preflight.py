@@ -12,7 +12,6 @@ from tether.errors import ConfigError, TetherWarning
 from tether.llm.config import TrainConfig
 from tether.llm.memory import MemoryEstimate, available_memory, estimate_memory
 from tether.llm.tasks import Task
-from tether.llm.tasks.training import verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +20,7 @@ _PROBLEMS, _RESPONSES = 8, 4
 """How many training problems are looked at, and answered how often."""
 
 _CROWDED = 0.9
-"""Share of free memory from which an estimate is worth a warning."""
+"""Share of free memory from which what is certainly needed is worth a warning."""
 
 _TRUNCATED = 0.9
 """Share of responses cut off from which learning is in doubt."""
@@ -41,17 +40,7 @@ class Finding:
 
 
 def check_before_loading(config: TrainConfig, task: Task) -> None:
-    """Look at what can be known without the weights: lengths, template, memory, disk.
-
-    Args:
-        config: the run's settings; its `preflight` says what becomes of findings.
-        task: gives training problems to measure prompts with.
-
-    Raises:
-        ConfigError: the run cannot work, or, with ``preflight="refuse"``, is doubtful; with every finding.
-        CheckpointError: a model folder that cannot be read.
-        DataError: training problems that cannot be read.
-    """
+    """Look at what can be known without the weights: lengths, template, memory, disk."""
     if config.preflight == "off":
         return
     from tether.llm.models import read_config_and_tokenizer
@@ -66,10 +55,10 @@ def check_before_loading(config: TrainConfig, task: Task) -> None:
         return
     longest = _longest_prompt(config, tokenizer, prompts)
     response = config.max_response_tokens or task.max_response_tokens
-    estimate = estimate_memory(config, model_config, longest + response)
+    estimate = estimate_memory(config, model_config)
     _act(config, [
         *_lengths(model_config, longest, response),
-        *_memory(config, estimate, longest + response),
+        *_memory(config, estimate),
         *_disk(config, estimate),
         *_precision(config),
     ])  # fmt: skip
@@ -82,34 +71,25 @@ def check_rewards(
 
     Random numbers of others are left alone. All wrong, all right, or (for estimators that compare responses
     to one problem) alike within every problem means advantages of zero: nothing to learn from.
-
-    Raises:
-        ConfigError: with ``preflight="refuse"``, rewards that teach nothing or responses all cut off.
     """
     if config.preflight == "off":
         return
-    from tether.llm.generate import answer
+    from tether.llm.generate import answer_and_judge
 
     count = min(_RESPONSES, config.responses_per_prompt)
     problems = [p for p in task.problems("train", _PROBLEMS, config.seed) for _ in range(count)]
-    responses = answer(
-        model, tokenizer, [problem.prompt for problem in problems],
-        max_response_tokens=config.max_response_tokens or task.max_response_tokens,
-        temperature=config.temperature, batch_size=len(problems), seed=config.seed,
-        chat_template_options=config.chat_template_options,
+    answered = answer_and_judge(
+        model, tokenizer, task, problems,
+        max_response_tokens=config.max_response_tokens, temperature=config.temperature,
+        batch_size=len(problems), seed=config.seed, chat_template_options=config.chat_template_options,
     )  # fmt: skip
-    verdicts = verify_all(task, [r.text for r in responses], [problem.answer for problem in problems])
+    verdicts = [verdict for _, verdict in answered]
     rewards = [verdict.reward for verdict in verdicts]
     groups = [rewards[start : start + count] for start in range(0, len(rewards), count)]
-    truncated = sum(response.truncated for response in responses) / len(responses)
+    truncated = sum(response.truncated for response, _ in answered) / len(answered)
     solved = sum(verdict.correct for verdict in verdicts)
-    _act(
-        config,
-        [
-            *_reward_findings(groups, solved, config.estimator.compares_all),
-            *_truncation(truncated, len(responses)),
-        ],
-    )
+    compares_all = config.estimator.compares_all
+    _act(config, [*_reward_findings(groups, solved, compares_all), *_truncation(truncated, len(answered))])
 
 
 def _act(config: TrainConfig, findings: Sequence[Finding]) -> None:
@@ -140,7 +120,7 @@ def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding
         )
 
 
-def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Iterator[Finding]:
+def _memory(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
     available, place = available_memory(config.device)
     if config.rollouts == "vllm" and config.vllm_mode == "colocate":
         available = int(available * (1 - config.vllm_memory))
@@ -150,23 +130,12 @@ def _memory(config: TrainConfig, estimate: MemoryEstimate, length: int) -> Itera
         + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
         + (f", critic {_gb(estimate.critic)}" if estimate.critic else "")
     )
+    needed = f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)}"
+    remedy = "Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a smaller model."
     if estimate.fixed > available:
-        yield Finding(
-            f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)} "
-            f"of {place} are free. Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a "
-            "smaller model.",
-            True,
-        )
-    elif estimate.peak > _CROWDED * available:
-        yield Finding(
-            f"An estimated {_gb(estimate.peak)} are needed ({parts}; "
-            f"{_gb(estimate.activations)} for an update on {config.responses_per_micro_batch} responses of "
-            f"{length} tokens, {_gb(estimate.generation)} while "
-            f"{config.prompts_per_rollout * config.responses_per_prompt} responses are written), and "
-            f"{_gb(available)} of {place} are free. Lower micro_batch_size, turn on gradient_checkpointing, "
-            "or lower prompts_per_rollout.",
-            False,
-        )
+        yield Finding(f"{needed} of {place} are free. {remedy}", True)
+    elif estimate.fixed > _CROWDED * available:
+        yield Finding(f"{needed} of {place} are free, which leaves little to compute with. {remedy}", False)
 
 
 def _disk(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:

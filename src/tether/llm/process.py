@@ -13,9 +13,6 @@ def prepare_process(threads: int | None = None) -> None:
     """Set torch's threads and silence the notices that would bury a command's own display.
 
     Warnings and errors stay. For commands, not for libraries: all of it is global.
-
-    Args:
-        threads: torch threads; if not given, one a core, shared among the processes that train together.
     """
     import torch
     from transformers.utils import logging as transformers_logging

@@ -31,11 +31,6 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Log-probability and entropy of every token of the responses, given prompt and earlier tokens.
 
-    Args:
-        model: in evaluation mode.
-        prompts: token ids.
-        responses: token ids; an empty one gets empty scores.
-
     >>> from tether.llm.models import load_model_and_tokenizer
     >>> model, tokenizer = load_model_and_tokenizer("embedded")
     >>> scores = score_tokens(model, [tokenizer("37+58=").input_ids], [tokenizer("95").input_ids])

@@ -30,14 +30,7 @@ def make_trainer(
     task: Task,
     folder: Path,
 ) -> OldPolicyTrainer:
-    """The trainer a config asks for; all of them measure how far the policy moves.
-
-    Args:
-        config: what was chosen.
-        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them.
-        task: gives the problems and checks the answers.
-        folder: where TRL puts its own files.
-    """
+    """The trainer a config asks for; all of them measure how far the policy moves."""
     arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
@@ -49,17 +42,12 @@ def make_trainer(
         "estimator": config.estimator.for_trainer(),
         "kl_stop": config.kl_stop,
         "step_back": _step_back(config),
+        "anchor": config.anchor,
+        "sampler_weight": config.sampler_weight,
+        "lag": config.lag,
     }
     settings = _trl_settings(config, task, folder)
-    return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
-
-
-def _step_back(config: TrainConfig) -> Any:
-    if config.step_back is None:
-        return None
-    from tether.integrations.trl_step_back import StepBackOptions
-
-    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
+    return config.method.build(settings, arguments, config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
@@ -164,6 +152,14 @@ def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
         rng.shuffle(once)
         order += once
     return dataset.select(order[:needed])
+
+
+def _step_back(config: TrainConfig) -> Any:
+    if config.step_back is None:
+        return None
+    from tether.integrations.trl_step_back import StepBackOptions
+
+    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
 
 
 def _lora(config: TrainConfig) -> Any:

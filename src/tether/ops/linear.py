@@ -174,7 +174,7 @@ class _LinearLogProbs(torch.autograd.Function):
         sum_hidden_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.kept_logits = None
+        ctx.kept = None
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
@@ -184,7 +184,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
         if any(ctx.needs_input_grad[:3]) and kernels is plain_rows and 0 < hidden.shape[0] <= buffer.shape[0]:
-            ctx.kept_logits = KEPT.offer(buffer)
+            ctx.kept = KEPT.offer(buffer)
         ctx.save_for_backward(hidden, weight, bias, ids, found.top_ids, log_sum, found.entropy)
         ctx.head, ctx.kernels, ctx.sum_hidden_gradient = head, kernels, sum_hidden_gradient
         ctx.mark_non_differentiable(found.largest, found.top_ids, found.top_logits, found.smallest)
@@ -218,8 +218,8 @@ def _gradient_blocks(
     """Which tokens, and the gradient that reaches the head's output for them: of all that received any."""
     rows = _rows_with_gradient(upstream)
     count = hidden.shape[0] if rows is None else rows.shape[0]
-    logits, ctx.kept_logits = ctx.kept_logits, None  # spoiled here: another backward pass forms them again
-    if logits is None:
+    kept, ctx.kept = ctx.kept, None  # spoiled here: another backward pass forms the logits again
+    if kept is None:
         buffer = _workspace(hidden, weight.shape[0], count, upstream.log_sum.dtype)
         for block in _row_blocks(rows, hidden, weight.shape[0]):
             block_upstream = upstream.at(block)
@@ -228,10 +228,10 @@ def _gradient_blocks(
                 ctx.kernels.gradient_block(ctx.head, hidden[block], weight, bias, buffer, block_upstream),
             )
     elif rows is None:
-        yield slice(None), plain_rows.gradient_of_logits(ctx.head, logits, upstream)
+        yield slice(None), plain_rows.gradient_of_kept(ctx.head, kept, upstream)
     elif count:
-        logits = plain_rows.keep_rows(logits, rows)
-        yield rows, plain_rows.gradient_of_logits(ctx.head, logits, upstream.at(rows))
+        kept = plain_rows.keep_rows(kept, rows)
+        yield rows, plain_rows.gradient_of_kept(ctx.head, kept, upstream.at(rows))
 
 
 def _empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:

@@ -15,8 +15,11 @@ from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
-from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
+
+# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows share
+# the overhead of what is done once a row, fewer fit its cache together with the temporaries.
+BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class CompactLogProbs:
         held = ids != EMPTY
         lengths = held.sum(-1)
         offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-        flat_ids, flat = ids[held].int(), log_probs[held]
+        at = held.nonzero(as_tuple=True)
+        flat_ids, flat = ids[at].int(), log_probs[at]
         kept = kept_log_probs = None
         if precision == "float16":
             assert keep_ids is not None

@@ -1,11 +1,36 @@
-"""Settings, dates and values as a page shows them."""
+"""How a page is made, and how settings, dates, values, prompts and tokens look on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from tether.experiments.report.tinted import visible
+from tether.errors import MissingDependencyError
+from tether.experiments.progress import format_duration
+
+
+def render(template: Path, **values: Any) -> str:
+    """Fill a Jinja template of this package; what is filled in is anybody's text, and escaped."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDependencyError("Pages need jinja2: pip install 'tether-rl[cli]'.") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "two_lines": two_lines, "visible": visible, "duration": format_duration, "date": date_text,
+        "setting": setting_text, "prompt": prompt_text,
+    }  # fmt: skip
+    return environment.get_template(template.name).render(**values)
 
 
 def setting_text(value: object) -> str:
@@ -45,3 +70,61 @@ def two_lines(text: str) -> tuple[str, str]:
     """
     value, opened, interval = text.partition(" (")
     return value, opened.strip() + interval
+
+
+def tint(value: float, levels: Sequence[float]) -> int:
+    """How many of the rising levels a value reaches; none where it is NaN.
+
+    >>> tint(0.5, (0.1, 0.5, 1.0)), tint(float("nan"), (0.1, 0.5, 1.0))
+    (2, 0)
+    """
+    return sum(value >= level for level in levels)
+
+
+def tint_texts(edges: Sequence[str]) -> list[str]:
+    """What each tint means, from the weakest.
+
+    >>> tint_texts(("0.1", "0.5"))
+    ['< 0.1', '0.1-0.5', '> 0.5']
+    """
+    return [f"< {edges[0]}", *(f"{low}-{high}" for low, high in pairwise(edges)), f"> {edges[-1]}"]
+
+
+def verdict(right: bool, reward: float) -> str:
+    """``"right"``, ``"partly right"`` or ``"wrong"``."""
+    return "right" if right else "partly right" if reward > 0 else "wrong"
+
+
+def probability_text(log_prob: float) -> str:
+    """In per cent; what rounding made of a certain token is not more than that."""
+    return f"{100 * math.exp(min(log_prob, 0.0)):.3g} %"
+
+
+def prompt_text(prompt: object) -> str:
+    """A prompt as one text, the turns of a conversation below each other.
+
+    >>> prompt_text([{"role": "user", "content": "2 + 2?"}])
+    'user: 2 + 2?'
+    """
+    if not isinstance(prompt, list):
+        return str(prompt)
+    turns = [turn if isinstance(turn, Mapping) else {"content": turn} for turn in prompt]
+    said = ((turn.get("role"), str(turn.get("content", ""))) for turn in turns)
+    return "\n\n".join(f"{role}: {content}" if role else content for role, content in said)
+
+
+def visible(text: str) -> str:
+    """A token's text with line ends, tabs and control characters made visible; nothing else is changed.
+
+    >>> visible("a\\n"), visible("\\x00"), visible("")
+    ('a↵', '␀', '∅')
+    """
+    return text.translate(_SHOWN) if text else "∅"
+
+
+#: Unicode's pictures of control characters; half a pair, delete, and what would turn the reading direction.
+_SHOWN = {
+    **{code: chr(0x2400 + code) for code in range(0x20)},
+    ord("\n"): "↵",
+    **dict.fromkeys((*range(0xD800, 0xE000), 0x7F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
+}

@@ -65,11 +65,7 @@ def _has_admin() -> bool:
 def command(
     backend: Backend, job_file: int, status: int, files: Visible, folder_size: int, root_user: bool
 ) -> list[str]:
-    """The command line that starts the launcher, isolated by `backend` or about to isolate itself.
-
-    Raises:
-        ConfigError: `backend` is neither of the two.
-    """
+    """The command line that starts the launcher, isolated by `backend` or about to isolate itself."""
     start = [interpreter(), "-I", "-S", "-B", "-c", _START, str(job_file), str(status)]
     if backend == "namespaces":
         return start

@@ -103,9 +103,6 @@ def compiled_filter() -> bytes:
     Calls of another architecture end the program: libseccomp's default, and the reason why 32-bit calls
     are no way around the filter.
 
-    Raises:
-        MissingDependencyError: pyseccomp or the library libseccomp is missing, or the processor is another.
-
     >>> len(compiled_filter()) % 8
     0
     """

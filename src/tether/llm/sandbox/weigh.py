@@ -46,12 +46,7 @@ _PROPORTIONAL = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB$", re.MULTILI
 
 
 class Scales:
-    """Look, as often as asked, whether a program holds more memory than it may.
-
-    Args:
-        launcher: The process whose only child is process 1 of the program's namespace.
-        limit: Bytes the program may hold.
-    """
+    """Look, as often as asked, whether a program holds more memory than it may."""
 
     def __init__(self, launcher: int, limit: int) -> None:
         self._launcher = launcher
@@ -59,11 +54,7 @@ class Scales:
         self._restless = 0
 
     def verdict(self) -> str | None:
-        """Say why the program must be stopped, or None.
-
-        Raises:
-            PermissionError: The program, or this process's want of rights, keeps its memory from being seen.
-        """
+        """Say why the program must be stopped, or None."""
         init = first_child(self._launcher)
         if init is None:
             return None

@@ -20,12 +20,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def number(value: Any) -> Any:
-    """Give `value` if it is a number within bounds.
-
-    Raises:
-        TypeError: It is none.
-        OverflowError: It is too large an integer.
-    """
+    """Give `value` if it is a number within bounds."""
     if type(value) not in _NUMBERS:
         raise TypeError(f"{type(value).__name__} is no number")
     return bounded(value) if type(value) is int else value
@@ -117,11 +112,7 @@ def _join(separator: str, texts: Iterable[str]) -> str:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of nested lists of numbers, as numpy has it, (): a number.
-
-    Raises:
-        TypeError: Rows of different shapes, or something else than numbers.
-    """
+    """The shape of nested lists of numbers, as numpy has it, (): a number."""
     if type(value) in (list, tuple):
         shapes = [_shape(item) for item in value]
         if any(shape != shapes[0] for shape in shapes):
@@ -245,11 +236,7 @@ METHODS: dict[type, dict[str, Callable[..., Any]]] = {
 
 
 def call_method(value: Any, name: str, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Call a method of plain data.
-
-    Raises:
-        AttributeError: Values of this type have none of that name here.
-    """
+    """Call a method of plain data."""
     methods = METHODS.get(type(value), {})
     if name not in methods:
         raise AttributeError(f"{type(value).__name__} has no method {name!r} here")

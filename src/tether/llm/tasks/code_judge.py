@@ -41,11 +41,7 @@ class CodeJudge:
     """Bytes."""
 
     def verdict(self, response: str, tests: UnitTests) -> Verdict:
-        """Run a response's code on all tests of a problem, one program at a time.
-
-        Raises:
-            SandboxError: The sandbox is not open or cannot start programs; nothing else, whatever the code.
-        """
+        """Run a response's code on all tests of a problem, one program at a time."""
         has_block, code = extract_code(response, tests.entry)
         statuses: set[str] = set()
         count = 0

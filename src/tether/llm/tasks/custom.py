@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks.custom_verifiers import find_verifier, refuse_answer
-from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.data import BadRows, DataTask, Located, as_messages, check_bad_rows, read_jsonl
+from tether.llm.tasks.protocol import Problem, Verdict
 
 
-class CustomTask:
+class CustomTask(DataTask[dict[str, Any]]):
     """Give a model the prompts of a JSONL file and check its responses with a verifier.
 
     Args:
@@ -41,7 +40,7 @@ class CustomTask:
     True
     """
 
-    name = "custom"
+    name = stream = "custom"
 
     def __init__(
         self,
@@ -66,66 +65,26 @@ class CustomTask:
         self.max_response_tokens = max_response_tokens
         self._verifier = find_verifier(verifier, seconds)
 
-    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Read the problems of a split, shuffled by `seed`; a test prompt is in no other split.
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """Ask the verifier, several checks at a time; a reward of 1 counts as correct.
 
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: Data that is missing, empty or malformed, or a split without a problem.
-        """
-        check_request(split, limit)
-        problems = [self._problem(where, row) for where, row in self._rows(split)]
-        if not problems:
-            raise DataError(
-                f"The {split} split of {self.path} has no problem. Give more rows, or a folder with "
-                "train.jsonl and test.jsonl."
-            )
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(problems)
-        return problems[:limit]
-
-    def verify(self, response: str, problem_answer: str) -> Verdict:
-        """Ask the verifier; a reward of 1 counts as correct.
-
-        Verifiers by name read what follows the response's thinking; one by import path gets all of it.
+        Verifiers by name read what follows a response's thinking; one by import path gets all of it.
 
         Raises:
             ConfigError: The verifier raises, or gives something else than a bool, a number in [0, 1] or a
                 verdict of finite numbers.
         """
-        return self.verify_many([response], [problem_answer])[0]
-
-    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
-        """The verdicts `verify` would give, in order, several checked at a time."""
         return self._verifier.verdicts(responses, problem_answers)
 
     def close(self) -> None:
         """Let go of the process that checks; a later check starts another."""
         self._verifier.close()
 
-    def _rows(self, split: Split) -> list[tuple[str, dict[str, Any]]]:
-        if not self.path.is_dir():
-            return [
-                (where, row)
-                for where, row in self._read(self.path)
-                if split_of(self._key(where, row)) == split
-            ]
-        tested = self._read(self.path / "test.jsonl")
-        if split == "test":
-            return tested
-        held_out = {self._key(where, row) for where, row in tested}
-        given = self.path / "validation.jsonl"
-        if given.is_file():
-            validated = self._read(given)
-            if split == "validation":
-                return [(w, row) for w, row in validated if self._key(w, row) not in held_out]
-            held_out |= {self._key(where, row) for where, row in validated}
-        rows = [(w, r) for w, r in self._read(self.path / "train.jsonl") if self._key(w, r) not in held_out]
-        if given.is_file():
-            return rows
-        return [(w, row) for w, row in rows if split_of(self._key(w, row), test_percent=0) == split]
+    def _part(self, part: str) -> Located:
+        return read_jsonl(self._file(part), (), self.bad_rows, self._problem)
 
-    def _read(self, file: Path) -> list[tuple[str, dict[str, Any]]]:
-        return read_jsonl(file, (), self.bad_rows, self._problem)
+    def _validation(self) -> Located | None:
+        return self._part("validation") if self._file("validation").is_file() else None
 
     def _key(self, where: str, row: dict[str, Any]) -> str:
         return " ".join(str(self._field(where, row, self.prompt_field)).split())
@@ -145,8 +104,8 @@ class CustomTask:
         text = answer if isinstance(answer, str) else _json(answer)
         refuse_answer(where, self._verifier.check_answer(text))
         if isinstance(prompt, str):
-            content = f"{prompt}\n\n{self.instruction}" if self.instruction else prompt
-            return Problem([{"role": "user", "content": content}] if self.chat else content, text)
+            messages = as_messages(prompt, self.instruction)
+            return Problem(messages if self.chat else messages[0]["content"], text)
         if not self.chat or not _is_conversation(prompt):
             raise DataError(
                 f"{where}: field {self.prompt_field!r} must hold text"

@@ -140,14 +140,6 @@ class Imported:
     A call that takes too long, or too much memory, counts as wrong, with a warning. An exception or a
     senseless result is a mistake in the verifier, which must not pass for wrong answers: it stops.
 
-    Args:
-        name: ``"package.module:function"``; takes (response, answer), gives a bool, a reward in [0, 1] or a
-            `Verdict`.
-        seconds: Time limit of one call.
-
-    Raises:
-        ConfigError: It cannot be imported or called; (from `verdicts`) it raised, or gave something else.
-
     >>> Imported("operator:eq", seconds=10).verdicts(["1", "2"], ["1", "1"])[1].correct
     False
     """
@@ -217,9 +209,6 @@ VERIFIERS: dict[str, Callable[[float], Verifier]] = {
 
 def find_verifier(name: str, seconds: float) -> Verifier:
     """A verifier by name or import path.
-
-    Raises:
-        ConfigError: The name is neither, or what it names cannot be imported or called.
 
     >>> find_verifier("exact", seconds=2).verdicts(["yes"], ["yes"])[0].reward
     1.0

@@ -99,15 +99,6 @@ class MathVerifier:
     or power than the reference's, an equation between numbers that is not true, and what stands in the
     response's thinking.
 
-    Args:
-        seconds: Time limit of one check; one that takes longer counts as wrong, with a warning.
-        require_boxed: False also accepts a response without a box whose one line, or last expression, is
-            the answer.
-
-    Raises:
-        InvalidInputError: `seconds` is not positive.
-        MissingDependencyError: (from `check`) math-verify cannot be imported.
-
     >>> with MathVerifier() as verifier:
     ...     verifier.check(r"\boxed{0.5}", "1/2")
     Checked(correct=True, boxed=True)

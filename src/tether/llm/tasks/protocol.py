@@ -52,8 +52,8 @@ class Verdict:
 class Task(Protocol):
     """Problems whose responses a program can check.
 
-    A new task is a class with these members in a file of its own, and a line in
-    `tether.llm.tasks.TASKS`.
+    A new task is a class with these members, in any module: ``package.module:name`` is its name on the
+    command line and in YAML (`examples/own_task.py`). Those of this package are in `tether.llm.tasks.TASKS`.
     """
 
     name: str

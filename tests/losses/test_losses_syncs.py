@@ -1,0 +1,183 @@
+"""What the host waits for in the projection, the losses and their metrics on a GPU, place by place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from device_steps import Put, Step, Waits, assert_step
+from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, VALUE
+from tether import advantages
+from tether.losses import LOSSES, troll, value_clip
+from tether.ops.hidden_states import HiddenStates
+from tether.projection import CompactLogProbs, SparseLogProbs, project_categorical
+
+B, T, V, D, K = 4, 6, 40, 8, 12
+KL_BOUND = 0.05
+
+
+def _policies() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the new and the old policy [B, T, V], sampled ids and mask [B, T]."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(B, T, V, generator=generator, dtype=torch.float64)
+    moved = torch.randn(B, T, V, generator=generator, dtype=torch.float64)
+    new = old + moved * torch.tensor([0.0, 0.1, 1.0]).repeat(T // 3)[:, None]
+    mask = torch.ones(B, T)
+    mask[1, 4:] = 0
+    mask[3] = 0
+    ids = torch.randint(V, (B, T), generator=generator)
+    return new.log_softmax(-1), old.log_softmax(-1), torch.where(mask > 0, ids, -100), mask
+
+
+def _sampled(log_probs: Tensor, ids: Tensor) -> Tensor:
+    return log_probs.gather(-1, ids.clamp_min(0)[..., None]).squeeze(-1)
+
+
+def _advantages(shape: Any) -> Tensor:
+    return torch.linspace(-1.0, 1.0, shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("region", "backend"),
+    [
+        ("token", "torch"),
+        ("sequence", "torch"),
+        pytest.param("token", "triton", marks=NEEDS_INTERPRETER),
+    ],
+)
+def test_the_dense_projection_never_waits(region: Any, backend: Any) -> None:
+    new, old, _, mask = _policies()
+
+    def step(put: Put) -> list[Tensor]:
+        leaf = put(new.requires_grad_())
+        counted = put(mask) if region == "sequence" else None
+        found = project_categorical(leaf, put(old), KL_BOUND, region=region, mask=counted, backend=backend)
+        return [found.log_probs, found.step, *torch.autograd.grad(found.log_probs[..., :3].sum(), leaf)]
+
+    assert_step(step, {}, terms=100 * V)  # either device's solver stops where its own rounding lets it
+
+
+def _old_support(put: Put) -> SparseLogProbs:
+    _, old, ids, _ = _policies()
+    few = SparseLogProbs.from_logits(old, K, keep_ids=ids.clamp_min(0))
+    least = None if few.log_tail_min is None else put(few.log_tail_min)
+    return SparseLogProbs(put(few.ids), put(few.log_probs), put(few.log_tail), least)
+
+
+def _new_on(support: SparseLogProbs, leaf: Tensor) -> SparseLogProbs:
+    held = support.ids >= 0
+    log_probs = leaf.gather(-1, torch.where(held, support.ids, 0))
+    log_probs = torch.where(held, log_probs, -torch.inf)
+    return SparseLogProbs.from_log_probs(support.ids, log_probs, vocabulary_size=V)
+
+
+def _troll(form: str, settings: dict[str, Any]) -> Step:
+    new, old, ids, mask = _policies()
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*s, D, generator=generator, dtype=torch.float64) for s in ((B, T), (V,)))
+
+    def step(put: Put) -> list[Tensor]:
+        leaves = [put(new.requires_grad_())]
+        sides: tuple[Any, Any] = leaves[0], put(old)
+        if form == "sparse":
+            sides = _new_on(_old_support(put), leaves[0]), _old_support(put)
+        if form == "hidden states":
+            leaves = [put(hidden.requires_grad_()), put(weight.requires_grad_())]
+            sides = HiddenStates(*leaves), HiddenStates(put(hidden.detach() * 1.3))
+        log_probs = put(_sampled(new, ids).detach())
+        result = troll(
+            log_probs, put(_sampled(old, ids)), put(_advantages(B)), put(mask), response_ids=put(ids),
+            new=sides[0], old=sides[1], kl_bound=KL_BOUND, **settings,
+        )  # fmt: skip
+        metrics = [value.detach() for value in result.metrics.values()]
+        return [result.loss, *metrics, *torch.autograd.grad(result.loss, leaves)]
+
+    return step
+
+
+# Which tokens count, and which of them need work.
+HIDDEN_STATES: Waits = {
+    ("losses/project.py:_project_hidden_states", ROWS): 1,
+    ("ops/trust_region.py:_evaluate_block", ROWS): 2,
+    ("ops/trust_region.py:_Arrived.rows", ROWS): 1,
+    ("ops/trust_region.py:_gradient_of_block", ROWS): 2,
+    ("ops/dense_rows.py:projected_gradient", VALUE): 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "waits"),
+    [
+        ("dense", {}, {}),
+        ("dense", {"region": "sequence", "ratio_level": "sequence"}, {}),
+        ("sparse", {}, {}),
+        ("sparse", {"region": "sequence"}, {}),
+        ("sparse", {"support": "paper"}, {}),
+        ("hidden states", {}, HIDDEN_STATES),
+    ],
+)
+def test_troll_and_its_metrics(form: str, settings: dict[str, Any], waits: Waits) -> None:
+    assert_step(_troll(form, settings), waits, terms=100 * V)
+
+
+RIVALS: dict[str, Waits] = {
+    # Which tokens it may take out, and in which order: the random numbers are the host's.
+    "clip_cov": {
+        ("losses/covariance.py:number_of_tokens", VALUE): 1,
+        ("losses/clip_cov.py:_draw", ROWS): 1,
+        ("losses/clip_cov.py:_draw", FROM_HOST): 1,
+    },
+    "kl_cov": {("losses/covariance.py:number_of_tokens", VALUE): 1},
+}
+# How many prompts there are, and whether each has two responses.
+GROUPS: Waits = {("advantages.py:_Groups.__init__", ROWS): 2, ("advantages.py:_Groups.__init__", VALUE): 2}
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"troll"}))
+def test_rivals(name: str) -> None:
+    new, old, ids, mask = _policies()
+
+    def step(put: Put) -> list[Tensor]:
+        leaf = put(_sampled(new, ids).requires_grad_())
+        options: dict[str, Any] = {}
+        if name == "trm":
+            options = {"new": put(new), "old": put(old)}
+        if name == "clip_cov":
+            options = {"generator": torch.Generator().manual_seed(0)}
+        result = LOSSES[name](leaf, put(_sampled(old, ids)), put(_advantages(B)), put(mask), **options)
+        return [
+            result.loss,
+            *(v.detach() for v in result.metrics.values()),
+            *torch.autograd.grad(result.loss, leaf),
+        ]
+
+    assert_step(step, RIVALS.get(name, {}), terms=100)
+
+
+def test_the_critics_loss_and_the_advantages() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, rewards = (torch.randn(B, T, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask, groups = _policies()[3], torch.tensor([0, 0, 1, 1])
+
+    def step(put: Put) -> list[Tensor]:
+        found = advantages.gae(put(rewards), put(values), put(mask), gamma=0.99, gae_lambda=0.95)
+        return [
+            *(found if isinstance(found, tuple) else (found,)),
+            advantages.grpo(put(rewards.sum(-1)), put(groups)),
+            advantages.rloo(put(rewards.sum(-1)), put(groups)),
+            value_clip(put(values), put(rewards), put(rewards), put(mask)).loss,
+        ]
+
+    assert_step(step, GROUPS, terms=100)
+
+
+def test_packing_an_old_policy_picks_the_slots_that_are_filled() -> None:
+    def step(put: Put) -> list[Tensor]:
+        packed = CompactLogProbs.pack(_old_support(put))
+        return [packed.ids, packed.log_probs, packed.unpack().log_probs[..., 0]]
+
+    pack = "projection/compact.py:CompactLogProbs.pack"
+    assert_step(step, {(pack, ROWS): 1, (pack, VALUE): 1}, terms=1)
