@@ -146,7 +146,7 @@ def test_every_loss_is_a_method_and_every_estimator_is_spelt_out() -> None:
             "as its critic, which quantization='nf4'",
         ),
         ({"kl_stop": -0.1}, "kl_stop must be a positive number"),
-        ({"step_back": -0.1}, "step_back: The budget .* positive number of nats.*got -0.1"),
+        ({"step_back": -0.1}, "step_back: The budget .* must be positive.*got -0.1"),
         ({"step_back": 0.1, "step_back_statistic": "median"}, "got 'median'"),
         ({"step_back": 0.1, "step_back_every": 9}, "between 1 and the 8 updates"),
         ({"step_back": 0.1, "updates_per_rollout": 1}, "does not record where each serves one update"),
