@@ -38,6 +38,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether episodic compare      train several algorithms and seeds, with a report
   tether report RUN ...        one HTML report of any runs
   tether collect FOLDER ...    the numbers of finished runs as one table (CSV)
+  tether verl --show           the one switch that puts TROLL into verl's trainers
 
 Each command lists its options with --help and reads them from a file with --config FILE.yaml;
 options typed besides the file override it."""
@@ -266,6 +267,17 @@ def _collect(arguments: list[str]) -> None:
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
+def _verl(arguments: list[str]) -> None:
+    import argparse
+
+    from tether.integrations.verl_switch import describe
+
+    parser = argparse.ArgumentParser(prog="tether verl", description="TROLL in verl's trainers.")
+    parser.add_argument("--show", action="store_true", required=True, help="the switch and its settings")
+    parser.parse_args(arguments)
+    print(describe())
+
+
 def _parse(config: type[Config], program: str, arguments: list[str], default: Any = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
@@ -308,5 +320,6 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "episodic compare": _episodic_compare,
     "report": _report,
     "collect": _collect,
+    "verl": _verl,
 }
 _GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}
