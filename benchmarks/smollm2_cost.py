@@ -1,4 +1,4 @@
-"""What SmolLM2-135M-Instruct costs on a CPU: time to the first step, time a step, peak memory, the estimate.
+"""What SmolLM2-135M-Instruct costs on a CPU: time to the first step and a step, peak memory, weights.
 
     python recipes/smollm2.py                 # once: gets the model
     python benchmarks/smollm2_cost.py         # all weights, all with gradient checkpointing, adapters
@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tether.llm.config import TrainConfig
-from tether.llm.generate import encode_prompt
-from tether.llm.memory import estimate_memory
 from tether.llm.models import read_config_and_tokenizer
-from tether.llm.tasks import make_task
+from tether.llm.preflight import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "smollm2-135m-instruct"
@@ -115,7 +113,7 @@ def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> di
         settings = config(model, Path(folder) / "run", **changes)
         command = [sys.executable, "-m", "tether", "llm", "train", *options(settings)]
         seconds, first, peak = run_and_watch(command, settings.output / "metrics.jsonl")
-        estimated = estimate(settings)
+        model_config, _ = read_config_and_tokenizer(settings.model)
         lines = [json.loads(line) for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
     assert first is not None
     found = {
@@ -125,18 +123,10 @@ def measure(name: str, model: Path, changes: dict[str, Any], imports: int) -> di
         "seconds_in_all": round(seconds, 1),
         "peak_bytes": peak,
         "peak_bytes_beyond_imports": peak - imports,
-        "estimated_bytes": estimated,
+        "counted_bytes": estimate_memory(settings, model_config).fixed,
     }
     print(json.dumps(found), flush=True)
     return found
-
-
-def estimate(settings: TrainConfig) -> int:
-    """What the check before training would say."""
-    model_config, tokenizer = read_config_and_tokenizer(settings.model)
-    task = make_task("gsm8k", **settings.task_options)
-    longest = max(len(encode_prompt(tokenizer, p.prompt)) for p in task.problems("train", 32, settings.seed))
-    return estimate_memory(settings, model_config, longest + 64).peak
 
 
 def main() -> None:

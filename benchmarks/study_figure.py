@@ -19,13 +19,15 @@ from typing import Any
 
 from tether.errors import ConfigError
 from tether.experiments.plots import Panel, small_multiples
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
 from tether.experiments.statistics import Curve
-from tether.experiments.study_table import table_and_part
+from tether.experiments.study_table import load_runs, table_and_part
+from tether.kinds import KINDS
 from tether.llm.config import TrainConfig
+from tether.llm.methods import find_method
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
-_METHOD_FIELDS = ("kl_bound", "alpha", "kl_stop", "clip_low", "clip_high", "max_grad_norm")
+_BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:
@@ -107,13 +109,15 @@ def over_training(runs: Sequence[RunData], name: str, *, evaluated: bool) -> dic
 
 def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
     """Each run's method, with the settings in which its runs differ, unless they are the default."""
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
     by_method: dict[str, list[RunData]] = {}
     for run in runs:
-        by_method.setdefault(str(run.config.settings["trust_region"]), []).append(run)
+        by_method.setdefault(str(run.config.settings["method"]["name"]), []).append(run)
     labels = {}
     for method, group in by_method.items():
         settings = [_settings_of_the_method(run) for run in group]
+        defaults = {
+            one.name: one.default for kind in (TrainConfig, find_method(method)) for one in fields(kind)
+        }
         names = sorted(set().union(*settings))
         differ = [name for name in names if len({str(own.get(name)) for own in settings}) > 1]
         for run, own in zip(group, settings, strict=True):
@@ -126,8 +130,8 @@ def _labels(runs: Sequence[RunData]) -> dict[Path, str]:
 
 def _settings_of_the_method(run: RunData) -> dict[str, object]:
     settings = run.config.settings
-    own = {name: value for name, value in settings.items() if name in _METHOD_FIELDS}
-    return {**own, **settings.get("loss_options", {})}
+    own = {name: value for name, value in settings.items() if name in _BESIDE_THE_METHOD}
+    return own | {name: value for name, value in settings["method"].items() if name != "name"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -148,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where the pictures go; beside the runs if not given")
     options = parser.parse_args(arguments)
     panels_of = _training_panels if options.over_training else _staleness_panels
-    groups = parts(load_runs(options.runs), options.learning_rates)
+    groups = parts(load_runs(options.runs, KINDS), options.learning_rates)
     panels = [panel for title, runs in groups.items() for panel in panels_of(title, runs)]
     panels = _chosen(panels, options.methods)
     name = "over-training" if options.over_training else "success-by-updates"

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from tether.cli import read_grid
 from tether.errors import ConfigError
-from tether.experiments.settings_file import options_from_file
 from tether.llm.compare import finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.grid import Cell, cells, parse_method
@@ -84,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--study", type=Path, default=STUDY, help="the search's file")
     parser.add_argument("--learning-rate", type=float, help="choose among the settings with this one")
     options = parser.parse_args(arguments)
-    config = tyro.cli(CompareConfig, args=options_from_file(options.study))
+    config = read_grid(options.study)
     try:
         choices = choose(config, options.learning_rate)
     except ConfigError as error:

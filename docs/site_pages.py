@@ -30,7 +30,13 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.settings",
         "tether.projection.tokens",
     ),
-    "LM heads": ("tether.ops.linear", "tether.ops.trust_region", "tether.ops.hidden_states"),
+    "LM heads": (
+        "tether.ops.linear",
+        "tether.ops.trust_region",
+        "tether.ops.divergence",
+        "tether.ops.hidden_states",
+    ),
+    "The network": ("tether.step_back",),
     "Losses": (
         "tether.losses",
         "tether.losses.base",
@@ -46,7 +52,8 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.integrations.trl_losses",
         "tether.integrations.trl_advantages",
         "tether.integrations.trl_critic",
-        "tether.integrations.trl_inside",
+        "tether.integrations.trl_kl_stop",
+        "tether.integrations.trl_step_back",
         "tether.integrations.loss_options",
     ),
     "Language models": (
@@ -262,7 +269,7 @@ def _checks(method: Any) -> list[str]:
 
 def _in_configs(name: str) -> str:
     also = {"troll": "troll", "ppo_clip": "ppo_clip (or clip, TRL's own)", "unclipped": "unclipped (or none)"}
-    return f"trust_region: {also.get(name, name)}"
+    return f"method: {also.get(name, name)}"
 
 
 def _pages_in(nav: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A policy loss of your own, trained by `tether llm train` without a change to Tether.
 
-    PYTHONPATH=examples tether llm train --trust-region own_loss:soft_wall --loss-options width 0.5
+    PYTHONPATH=examples tether llm train --method own_loss:soft_wall --method.width 0.5
 
 The loss is a function of tensors and keywords. Its keywords with defaults are its options on the command
 line, in YAML and in Python; `new` and `old` in its signature would ask for whole token distributions,
@@ -48,11 +48,12 @@ def soft_wall(
 def main(output: Path) -> None:
     """Train the embedded model with it for two batches."""
     from tether.llm.config import TrainConfig
+    from tether.llm.methods import find_method
     from tether.llm.train import train
 
     train(
         TrainConfig(
-            output=output, task="arithmetic", trust_region="own_loss:soft_wall", loss_options={"width": 0.5},
+            output=output, task="arithmetic", method=find_method("own_loss:soft_wall")(width=0.5),
             steps=8, updates_per_rollout=4, prompts_per_rollout=8, eval_problems=20, eval_every=8,
             save_every=8,
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 import tether
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_importing_tethers_core_loads_torch_and_nothing_heavy():
@@ -32,3 +37,26 @@ def test_integrations_are_found_from_the_top(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         tether.no_such_name  # noqa: B018
+
+
+def test_every_command_of_the_workflows_is_a_target_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    workflows = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in _workflows()]
+    steps = [step for flow in workflows for job in flow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert len(commands) >= 8
+    for command in commands:
+        program, target, *_ = command.split()
+        assert program == "make", command
+        assert target in targets, command
+
+
+def test_actions_of_others_are_pinned_to_a_commit():
+    used = [line for path in _workflows() for line in path.read_text("utf-8").splitlines() if "uses:" in line]
+    assert used
+    for line in used:
+        assert re.search(r"uses: \S+@[0-9a-f]{40} # v\d", line), line
+
+
+def _workflows() -> list[Path]:
+    return sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -38,6 +38,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether episodic compare      train several algorithms and seeds, with a report
   tether report RUN ...        one HTML report of any runs
   tether collect FOLDER ...    the numbers of finished runs as one table (CSV)
+  tether verl --show           the one switch that puts TROLL into verl's trainers
 
 Each command lists its options with --help and reads them from a file with --config FILE.yaml;
 options typed besides the file override it."""
@@ -146,9 +147,16 @@ def _llm_eval(arguments: list[str]) -> None:
 
     config = _parse(EvalConfig, "tether llm eval", arguments)
     from tether.llm.evaluate import evaluate
-    from tether.llm.evaluation_table import print_evaluation
+    from tether.llm.evaluation_page import print_evaluation
 
     print_evaluation(config, evaluate(config))
+
+
+def read_grid(file: str | Path, *typed: str) -> Any:
+    """The comparison, a `CompareConfig`, that a settings file describes, with options typed besides it."""
+    from tether.llm.compare_config import CompareConfig
+
+    return _parse(CompareConfig, "tether llm compare", ["--config", str(file), *typed])
 
 
 def _llm_compare(arguments: list[str]) -> None:
@@ -175,7 +183,7 @@ def _episodic(module: str) -> Any:
 
 
 def _episodic_train(arguments: list[str]) -> None:
-    options, arguments = _episodic("options"), _with_settings_file(arguments, None)
+    options, arguments = _episodic("options"), _with_settings_file(arguments)
     defaults = options.defaults_for(arguments)
     config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
     run = _episodic("commands").train_command(config)
@@ -196,6 +204,9 @@ def _episodic_render(arguments: list[str]) -> None:
 
 def _episodic_compare(arguments: list[str]) -> None:
     config = _parse(_episodic("options").CompareConfig, "tether episodic compare", arguments)
+    if config.queue is not None:
+        print(f"Report: {_episodic('queue').queue_command(config).resolve().as_uri()}")
+        return
     _report_on(_episodic("commands").compare_command(config), config.output / "report")
 
 
@@ -224,7 +235,7 @@ _RUNS = "run folders, folders of runs, or tables of them (study.csv, study.csv/G
 
 def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) -> None:
     from tether.experiments.report import write_report
-    from tether.experiments.run_data import load_runs
+    from tether.experiments.study_table import load_runs
     from tether.experiments.summary import print_results
     from tether.kinds import KINDS
 
@@ -237,8 +248,7 @@ def _report_on(paths: Sequence[Path], output: Path, title: str | None = None) ->
 def _collect(arguments: list[str]) -> None:
     import argparse
 
-    from tether.experiments.run_data import load_runs
-    from tether.experiments.study_table import StudyTable
+    from tether.experiments.study_table import StudyTable, load_runs
     from tether.kinds import KINDS
 
     parser = argparse.ArgumentParser(
@@ -257,7 +267,18 @@ def _collect(arguments: list[str]) -> None:
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
-def _parse(config: type[Config], program: str, arguments: list[str], default: Config | None = None) -> Config:
+def _verl(arguments: list[str]) -> None:
+    import argparse
+
+    from tether.integrations.verl_switch import describe
+
+    parser = argparse.ArgumentParser(prog="tether verl", description="TROLL in verl's trainers.")
+    parser.add_argument("--show", action="store_true", required=True, help="the switch and its settings")
+    parser.parse_args(arguments)
+    print(describe())
+
+
+def _parse(config: type[Config], program: str, arguments: list[str], default: Any = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
         import tyro
@@ -266,17 +287,17 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: Co
             "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
             "'tether-rl[episodic]' for robots."
         ) from error
-    arguments = _with_settings_file(arguments, config)
+    arguments = _with_settings_file(arguments)
+    from_options = getattr(config, "from_options", None)
+    if from_options is not None:  # what options there are depends on others
+        default, arguments = from_options(arguments)
     if default is None:
         return tyro.cli(config, prog=program, args=arguments)
     return tyro.cli(config, prog=program, args=arguments, default=default)
 
 
-def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[str]:
-    """The options of --config files, then those typed.
-
-    The names in a file are checked against `config`, or by the parser where options depend on each other.
-    """
+def _with_settings_file(arguments: list[str]) -> list[str]:
+    """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
     from_file: list[str] = []
@@ -284,7 +305,7 @@ def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[
         place = arguments.index("--config")
         if place + 1 == len(arguments):
             raise TetherError("--config needs a file name after it.")
-        from_file += options_from_file(arguments[place + 1], config)
+        from_file += options_from_file(arguments[place + 1])
         arguments = arguments[:place] + arguments[place + 2 :]
     return from_file + arguments
 
@@ -299,5 +320,6 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "episodic compare": _episodic_compare,
     "report": _report,
     "collect": _collect,
+    "verl": _verl,
 }
 _GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -46,6 +46,10 @@ class MissingDependencyError(TetherError, ImportError):
 
 class SimulationError(TetherError, RuntimeError):
     """A simulator or one of its worker processes failed or returned something impossible."""
+
+
+class StaleSamplerError(TetherError, RuntimeError):
+    """A sampler does not have the weights it was given: its log-probabilities are those of others."""
 
 
 class SandboxError(TetherError, RuntimeError):
@@ -102,3 +106,20 @@ def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[
         return checked
 
     return decorate
+
+
+def replaced(module: str, **names: str) -> Callable[[str], NoReturn]:
+    """A `__getattr__` of a module that says what took the place of a name it had.
+
+    >>> replaced("tether.demo", CriticTrainer="the keyword estimator")("CriticTrainer")
+    Traceback (most recent call last):
+    ...
+    ImportError: tether.demo has no CriticTrainer any more: use the keyword estimator.
+    """
+
+    def find(name: str) -> NoReturn:
+        if name in names:
+            raise ImportError(f"{module} has no {name} any more: use {names[name]}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find

@@ -13,6 +13,7 @@ import study_figure
 
 from tether.errors import ConfigError
 from tether.experiments import RunFolder, StudyTable, load_runs
+from tether.kinds import KINDS
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def study(tmp_path: Path) -> Path:
 
 
 def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
-    [runs] = study_figure.parts(load_runs([study]), [3e-4]).values()
+    [runs] = study_figure.parts(load_runs([study], KINDS), [3e-4]).values()
     curves = study_figure.final_by_updates(runs)
     assert list(curves) == ["TROLL"]
     [curve] = curves["TROLL"]
@@ -46,7 +47,7 @@ def test_tasks_and_rates_are_drawn_apart(study: Path, tmp_path: Path) -> None:
     settings = {"trust_region": "clip", "updates_per_rollout": 8, "learning_rate": 1e-4, "task": "chained"}
     with RunFolder.create(tmp_path / "other", kind="llm", label="x", seed=0, settings=settings) as run:
         run.log_eval(1, success=0.5)
-    runs = load_runs([study, tmp_path / "other"])
+    runs = load_runs([study, tmp_path / "other"], KINDS)
     by_rate = {title: len(part) for title, part in study_figure.parts(runs, [3e-4, 1e-4]).items()}
     assert by_rate == {
         "?, learning rate 0.0003": 3,
@@ -83,7 +84,7 @@ def test_settings_in_which_runs_of_a_method_differ_are_named(tmp_path: Path) -> 
             tmp_path / str(number), kind="llm", label="x", seed=0, settings=everything
         ) as run:
             run.log_eval(1, success=0.5)
-    drawn = study_figure.final_by_updates(load_runs([tmp_path]))
+    drawn = study_figure.final_by_updates(load_runs([tmp_path], KINDS))
     assert sorted(drawn) == ["TROLL", "TROLL kl_stop=0.1", "clip", "trm"]
 
 
@@ -114,7 +115,7 @@ def test_training_is_drawn_by_batches_of_responses(tmp_path: Path) -> None:
                 run.log(step, entropy=1 / step, kl_mean=0.01 * step)
                 run.log_eval(step, success=step / 16)
             run.mark_finished()
-    runs = load_runs([tmp_path])
+    runs = load_runs([tmp_path], KINDS)
     curves = study_figure.over_training(runs, "entropy", evaluated=False)
     assert {method: len(seeds) for method, seeds in curves.items()} == {"clip": 1, "TROLL": 2}
     assert curves["TROLL"][0].x.tolist() == [1, 2]
@@ -130,13 +131,13 @@ def test_training_is_drawn_by_batches_of_responses(tmp_path: Path) -> None:
 
 
 def test_a_grid_of_a_table_is_drawn_like_its_folder(study: Path, tmp_path: Path) -> None:
-    table = StudyTable(tmp_path / "s.csv")
-    table.add("grid", load_runs([study]))
-    table.add("other", load_runs([study]))
+    table = StudyTable(tmp_path / "s.csv", KINDS)
+    table.add("grid", load_runs([study], KINDS))
+    table.add("other", load_runs([study], KINDS))
     drawn = study_figure.final_by_updates(
-        study_figure.parts(load_runs([study]), [3e-4])["learning rate 0.0003"]
+        study_figure.parts(load_runs([study], KINDS), [3e-4])["learning rate 0.0003"]
     )
-    kept = study_figure.parts(load_runs([table.path / "grid"]), [3e-4])["learning rate 0.0003"]
+    kept = study_figure.parts(load_runs([table.path / "grid"], KINDS), [3e-4])["learning rate 0.0003"]
     assert [curve.y.tolist() for curve in study_figure.final_by_updates(kept)["TROLL"]] == [
         curve.y.tolist() for curve in drawn["TROLL"]
     ]

@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> CompareConfig:
     return CompareConfig(
         output=tmp_path / "runs",
         results=tmp_path / "kept.csv",
-        trust_regions=("troll:kl_bound=0.1", "troll:kl_bound=0.2", "clip", "clip:clip_low=0.4"),
+        methods=("troll:kl_bound=0.1", "troll:kl_bound=0.2", "clip", "clip:clip_low=0.4"),
         learning_rates=(1e-4, 3e-4),
         seeds=(0, 1),
     )
@@ -57,10 +57,8 @@ def test_the_best_setting_of_each_method_is_written_as_a_study_takes_it(config: 
     assert chosen["clip"].spec == "clip:learning_rate=0.0001"
     assert {choice.tried for choice in chosen.values()} == {4}
     specs = tuple(choice.spec for choice in chosen.values())
-    trained = [
-        cell.train for cell in cells(replace(config, trust_regions=specs, learning_rates=(), seeds=(0,)))
-    ]
-    assert [(run.trust_region, run.learning_rate) for run in trained] == [("troll", 3e-4), ("clip", 1e-4)]
+    trained = [cell.train for cell in cells(replace(config, methods=specs, learning_rates=(), seeds=(0,)))]
+    assert [(run.method.name, run.learning_rate) for run in trained] == [("troll", 3e-4), ("clip", 1e-4)]
 
 
 def test_a_choice_among_the_settings_with_one_learning_rate(config: CompareConfig) -> None:
@@ -74,7 +72,7 @@ def test_a_choice_among_the_settings_with_one_learning_rate(config: CompareConfi
 
 
 def test_unequal_numbers_of_settings_are_refused(config: CompareConfig) -> None:
-    uneven = replace(config, trust_regions=config.trust_regions[:3])
+    uneven = replace(config, methods=config.methods[:3])
     write_runs(uneven, SCORES)
     with pytest.raises(ConfigError, match=r"unequal numbers of settings: \{'troll': 4, 'clip': 2\}"):
         study_search.choose(uneven)
@@ -86,11 +84,10 @@ def test_a_search_that_is_not_finished_is_no_choice(config: CompareConfig) -> No
 
 
 def test_the_search_gives_every_method_as_many_settings() -> None:
-    import tyro
 
-    from tether.experiments.settings_file import options_from_file
+    from tether.cli import read_grid
     from tether.llm.grid import parse_method
 
-    search = tyro.cli(CompareConfig, args=options_from_file(study_search.STUDY))
-    methods = [parse_method(method)[0] for method in search.trust_regions]
+    search = read_grid(study_search.STUDY)
+    methods = [parse_method(method)[0] for method in search.methods]
     assert len({methods.count(method) for method in methods}) == 1

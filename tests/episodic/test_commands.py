@@ -235,7 +235,7 @@ def test_the_evaluation_of_a_run_repeats_its_last_one(run: Path) -> None:
 def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
     values = np.array([9.0, 1.0, 2.0, np.nan, 3.0, 100.0, 4.0, 5.0, 6.0])
     success = np.array([True, True] + [False] * 7)
-    result = Evaluation(success, values, values, {"height": values}, True)
+    result = Evaluation(success, success, values, values, {"height": values}, True)
     found = summarise_evaluation(result, "height")
     known = values[~np.isnan(values)]
     assert found["height"]["known"] == 8
@@ -245,16 +245,19 @@ def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
     share = summarise_evaluation(result, "success")["success"]
     assert share["mean_interval"] == pytest.approx([wilson.low, wilson.high])
     nothing = np.full(9, np.nan)
-    empty = summarise_evaluation(Evaluation(success, values, values, {"height": nothing}, True), "height")
-    assert empty["height"] == {"known": 0}
+    empty = Evaluation(success, success, values, values, {"height": nothing}, True)
+    assert summarise_evaluation(empty, "height")["height"] == {"known": 0}
 
 
 def test_an_evaluation_shows_what_the_task_is_judged_by_and_no_other_success() -> None:
     """Hopper Jump has a height and no success: 0 % beside a good jump would look like a failure."""
     values = np.ones(4)
-    result = Evaluation(np.zeros(4, bool), values, values, {"max_height": values}, True)
+    never, once = np.zeros(4, bool), np.array([True, False, False, False])
+    result = Evaluation(never, once, values, values, {"max_height": values}, True)
     assert list(summarise_evaluation(result, "max_height")) == ["max_height", "return", "jerk"]
-    assert list(summarise_evaluation(result, "success")) == ["success", "return", "jerk"]
+    shares = summarise_evaluation(result, "success")
+    assert list(shares) == ["success", "success_any", "return", "jerk"]
+    assert (shares["success"]["mean"], shares["success_any"]["mean"]) == (0.0, 0.25)
 
 
 def test_films_show_the_untrained_mean_motion_beside_the_trained(

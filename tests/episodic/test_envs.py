@@ -251,7 +251,8 @@ def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:
         ("tether/HopperJump-v0", {"render_mode": "ansi"}, "rgb_array"),
         ("tether/HopperJump-v0", {"camera": "nowhere"}, "no camera 'nowhere'.*track"),
         ("tether/BoxPushingDense-v0", {"reward": "free"}, "dense.*sparse"),
-        ("tether/HopperJump-v0", {"success_rule": "first"}, "any.*last"),
+        ("tether/TableTennis-v0", {"reward": "free"}, "dense.*final"),
+        ("tether/TableTennis-v0", {"violations": "free"}, "executed.*refused"),
     ],
 )
 def test_wrong_options_are_named(env_id: str, options: dict[str, Any], message: str) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import gymnasium
 import numpy as np
 import pytest
@@ -25,11 +23,36 @@ def test_an_early_end_becomes_an_absorbing_state() -> None:
     np.testing.assert_array_equal(episode.positions[:, 0], [0, 1, 2, 3, 3, 3])
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("any", True), ("last", False)])
-def test_the_success_rule_says_whether_one_step_is_enough(rule: Any, expected: bool) -> None:
-    # This environment succeeds at step 3 of 5 alone.
-    with make_position_controlled("misbehaving_envs:test/well-v0", success_rule=rule) as env:
-        assert env.execute(0, *zeros(env)).success is expected
+@pytest.mark.parametrize(("way", "last"), [("well", False), ("ends", True)])
+def test_success_is_that_of_the_last_step_taken_and_that_of_any_step_stands_beside_it(
+    way: str, last: bool
+) -> None:
+    # These environments succeed at step 3 of 5 alone, and one of them ends there.
+    with make_position_controlled(f"misbehaving_envs:test/{way}-v0") as env:
+        episode = env.execute(0, *zeros(env))
+    assert (episode.success, episode.success_any) == (last, True)
+
+
+def test_the_former_choice_between_the_two_successes_is_named_as_gone() -> None:
+    with pytest.raises(ConfigError, match=r"success_rule is gone.*success_any"):
+        make_position_controlled("tether/PointReach-v0", success_rule="last")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "event"), [("tether/HopperJump-v0", "took_off"), ("tether/PointReach-v0", "")]
+)
+def test_an_episode_knows_the_step_of_its_event(env_id: str, event: str) -> None:
+    with make_position_controlled(env_id) as env:
+        start = env.reset(0)
+        bend = 0.5 * np.sin(np.arange(env.horizon) / 20)[:, None]
+        motion = start.position + bend
+        episode = env.execute(0, motion, np.gradient(motion, env.dt, axis=0))
+        told = []
+        env.reset(0)
+        for t in range(env.horizon if event else 0):
+            action = env.action(motion[t], np.gradient(motion, env.dt, axis=0)[t])
+            told.append(env.env.step(np.clip(action, -1, 1))[4][event])
+    assert episode.event_step == (told.index(True) if event else -1)
 
 
 def test_actions_are_clipped_to_the_action_space() -> None:

@@ -130,7 +130,9 @@ def test_the_first_gradient_is_the_policy_gradient_of_the_segments(sampler: Epis
     """With an untouched network the projection is the identity and every ratio 1, so one step of plain
     gradient descent follows mean(A grad log p(segment)); here p comes from torch.distributions."""
     config = small_config(trust_region=TrustRegionConfig(0.1, 0.02, regression_weight=0.0))
-    config = replace(config, update=replace(config.update, epochs=1))
+    config = replace(
+        config, update=replace(config.update, epochs=1), critic=replace(config.critic, time_input=False)
+    )
     learner = build(config, sampler)
     learner.policy_optimizer = torch.optim.SGD(learner.policy.parameters(), lr=1.0)  # type: ignore[assignment]
     motions, episodes = tried(learner, sampler)
@@ -188,6 +190,39 @@ def test_the_last_reward_moves_the_policy_only_if_asked(sampler: EpisodeSampler)
 
     assert torch.equal(policy_after(0.0, include=False), policy_after(9.0, include=False))
     assert not torch.equal(policy_after(0.0, include=True), policy_after(9.0, include=True))
+
+
+def test_the_critic_is_told_the_seconds_passed(
+    sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = build(small_config(episodes=3), sampler)
+    motions, episodes = tried(learner, sampler)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(learner.critic, "observe", seen.append)
+    learn(learner, motions, episodes, 0.0)
+    assert np.array_equal(seen[0][..., :-1].numpy(), episodes.observations[:, :-1])
+    for row in seen[0][..., -1].tolist():
+        assert row == pytest.approx([0.02 * t for t in range(50)])
+
+
+def test_rewards_from_the_event_on_count_at_the_event(sampler: EpisodeSampler) -> None:
+    """Learning from them is learning from rewards that came there in the first place."""
+
+    def policy_after(shift: bool, summed: bool) -> torch.Tensor:
+        config = small_config()
+        config = replace(config, update=replace(config.update, shift_rewards=shift))
+        learner = build(config, sampler)
+        sampler.set_random_state({"seed": 0, "episodes_drawn": 0})
+        motions, episodes = tried(learner, sampler)
+        episodes.event_steps[::2] = 20
+        for row in episodes.rewards[::2] if summed else ():
+            row[20], row[21:] = row[20:].sum(), 0.0
+        learn(learner, motions, episodes, 0.0)
+        return torch.nn.utils.parameters_to_vector(learner.policy.parameters()).detach()
+
+    shifted = policy_after(shift=True, summed=False)
+    assert torch.allclose(shifted, policy_after(shift=False, summed=True), rtol=0, atol=1e-10)
+    assert not torch.allclose(shifted, policy_after(shift=False, summed=False), rtol=0, atol=1e-5)
 
 
 def test_the_network_follows_its_projection(sampler: EpisodeSampler) -> None:
@@ -294,7 +329,8 @@ def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn
     """The first state is drawn anew each iteration; inputs and targets stay together."""
     config = small_config(episodes=3)
     config = replace(config, update=replace(config.update, epochs=1))
-    learner = build(replace(config, critic=replace(config.critic, state_stride=7)), sampler)
+    critic = replace(config.critic, state_stride=7, time_input=False)
+    learner = build(replace(config, critic=critic), sampler)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> float:

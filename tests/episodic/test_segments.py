@@ -134,6 +134,14 @@ def test_points_are_equally_spaced_and_every_step_after_the_first_is_some_offset
         assert sorted(torch.cat(cuts).tolist()) == list(range(25 * spacing))
 
 
+def test_discounts_have_the_precision_of_the_rewards() -> None:
+    """gamma to the power of an integer tensor would be float32."""
+    rewards = torch.zeros(1, 9, dtype=F64)
+    rewards[0, 7] = 1.0
+    advantage = segment_advantages(rewards, 0 * rewards, torch.tensor([0, 8]), gamma=0.99)
+    assert advantage.item() == pytest.approx(0.99**7, rel=1e-15)
+
+
 def test_critic_targets_of_a_hand_computed_example() -> None:
     """delta = (1 + 4 - 2, 3 + 0 - 4) = (3, -1); advantages (3 - 1/2, -1); plus values."""
     rewards, values = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 4.0]])

@@ -39,7 +39,7 @@ def test_the_examples_loss_is_what_its_docstring_says() -> None:
 
 
 def test_its_options_are_its_keywords_and_are_tried_out() -> None:
-    assert loss_options("own_loss:soft_wall") == {"width": 0.5}
+    assert {name: one.default for name, one in loss_options("own_loss:soft_wall").items()} == {"width": 0.5}
     with pytest.raises(ConfigError, match=r"no option 'widht'. Did you mean 'width'\?"):
         check_loss_options("own_loss:soft_wall", {"widht": 1})
     with pytest.raises(ConfigError, match="width must be greater than 0"):
@@ -72,7 +72,7 @@ def test_a_signature_says_what_a_loss_is_to_be_given(monkeypatch: pytest.MonkeyP
 
 def test_the_loss_of_the_page_trains_on_the_command_line(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    options = ("--trust-region", "my_losses:capped", "--loss-options", "cap", "3", "--output", str(output))
+    options = ("--method", "my_losses:capped", "--method.cap", "3", "--output", str(output))
     with pytest.raises(SystemExit) as ending:
         main(("llm", "train", *options, *SHORT))
     assert ending.value.code == 0

@@ -13,7 +13,8 @@ from rich.console import Console
 from tether.experiments.comparison import Entry, compare_methods, comparison_tables, write_comparison
 from tether.experiments.cost import cost_of, format_bytes
 from tether.experiments.report import write_report
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
+from tether.experiments.study_table import load_runs
 
 Measure = Callable[..., list[RunData]]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import REPOSITORY
 from tether.cli import main
 from tether.errors import ConfigError
 from tether.experiments import RunFolder
@@ -131,7 +132,7 @@ def test_forked_jobs_are_like_started_ones(tmp_path: Path, monkeypatch: pytest.M
     """From a server with their imports done: finished, failed with last lines, stopped in time, continued."""
     (tmp_path / "trainer_in_miniature.py").write_text(TRAINER)
     monkeypatch.chdir(tmp_path)  # `python -m` looks there
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY / 'src'}")
 
     def forked(name: str, steps: int = 2, pause: float = 0.0, word: str = "well") -> Job:
         arguments = (str(tmp_path / name), str(steps), str(pause), word)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tether.experiments import peak_memory as module
-from tether.experiments.peak_memory import largest_peak, peak_memory
-from tether.experiments.run_data import load_runs
-from tether.experiments.step_meter import StepMeter
+from tether.experiments.peak_memory import StepMeter, largest_peak, peak_memory
+from tether.experiments.study_table import load_runs
 
 MB = 2**20
 

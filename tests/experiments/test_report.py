@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tether.errors import CheckpointError
-from tether.experiments import RunData, run_data
+from tether.experiments import RunData, study_table
 from tether.experiments.report import page as page_module
 from tether.experiments.report.panels import _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
-from tether.experiments.report.settings import compare_settings, mixed_labels
+from tether.experiments.report.words import compare_settings, mixed_labels
 from tether.experiments.statistics import bootstrap_interval
 from tether.kinds import KINDS
 from tether.llm.run_kind import PANELS
@@ -34,7 +34,7 @@ TOKENS = [
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    return run_data.load_runs(paths, KINDS)
+    return study_table.load_runs(paths, KINDS)
 
 
 def write_report(paths: Iterable[str | Path], out: Path, title: str | None = None) -> Path:
@@ -207,11 +207,11 @@ def test_unfinished_runs_are_named(page: Page) -> None:
 
 def test_settings_are_split_into_shared_and_differing(folder: Path) -> None:
     shared, differing = compare_settings(load_runs([folder / "runs"]))
-    assert shared == {"kl_bound": "0.05", "note": EVIL, "steps": "3"}
-    assert differing == {
-        "optimizer.learning_rate": {"TROLL": "0.0003", "clip": "0.0001"},
-        "trust_region": {"TROLL": "troll", "clip": "clip"},
-    }
+    assert shared["method.top_k"] == "64"
+    assert (shared["note"], shared["steps"]) == (EVIL, "3")
+    assert differing["optimizer.learning_rate"] == {"TROLL": "0.0003", "clip": "0.0001"}
+    assert differing["method.name"] == {"TROLL": "troll", "clip": "clip"}
+    assert differing["method.kl_bound"]["TROLL"] == "0.05"
 
 
 def test_a_setting_that_differs_within_a_label_is_given_with_each_value_once(make_run: WriteRun) -> None:
@@ -354,9 +354,9 @@ def test_all_methods_are_tinted_on_one_scale(make_run: WriteRun) -> None:
         return make_run(label, [{"reward": 0.5}], samples=rows, label=label, settings={})
 
     near, far = samples(load_runs([run("near", 0.01), run("far", 1.0)]))
-    assert near.scale == far.scale == 1.0  # the KL one token in twenty exceeds, over both
-    assert not near.scale_is_bound
-    assert (near.responses[0].tokens[0].level, far.responses[0].tokens[0].level) == (1, 4)
+    assert near["scale"] == far["scale"] == 1.0  # the KL one token in twenty exceeds, over both
+    assert not near["scale_is_bound"]
+    assert (near["responses"][0]["tokens"][0]["level"], far["responses"][0]["tokens"][0]["level"]) == (1, 4)
 
 
 def test_the_choice_is_half_as_drawn_and_half_what_moved_most() -> None:

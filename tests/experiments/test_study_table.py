@@ -66,7 +66,7 @@ def table(folder: Path, tmp_path: Path) -> StudyTable:
 
 
 def thinned_once(run: RunData) -> RunData:
-    from tether.experiments.thinning import thinned
+    from tether.experiments.study_table import thinned
 
     return dataclasses.replace(run, metrics=thinned(run.metrics, [record["step"] for record in run.evals]))
 

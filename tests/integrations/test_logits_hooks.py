@@ -134,10 +134,25 @@ def test_another_batchs_old_policy_is_refused() -> None:
         troll_token_losses(projection, case.advantages, alpha=-0.5)
 
 
-def test_the_example_of_the_page_runs() -> None:
+def example_of_the_page(number: int) -> dict[str, Any]:
     page = (Path(__file__).parents[2] / "docs" / "other_engines.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(example, names)
+    exec(page.split("```python\n")[number].split("```")[0], names)
+    return names
+
+
+def test_the_toy_engine_of_the_page_learns_and_stays_near_the_old_policy() -> None:
+    names = example_of_the_page(1)
+    with torch.no_grad():
+        ids = names["ids"]
+        new = names["head"](names["backbone"](ids[:, :-1])).log_softmax(-1)
+    moved = new.gather(-1, ids[:, 1:, None])[..., 0] - names["old_log_probs"]
+    assert (moved.mean(-1) * names["advantages"]).mean() > 0, "what was good has become likelier"
+    assert names["tokens"].projected.any()
+    assert names["objective"].metrics["kl_projected_max"] < 0.0505
+
+
+def test_the_example_of_the_page_for_logits_runs() -> None:
+    names = example_of_the_page(2)
     assert names["new_logits"].grad[names["rows"]].abs().sum() > 0
     assert names["new_logits"].grad[[0, 1, 5]].abs().sum() == 0

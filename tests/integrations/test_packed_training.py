@@ -15,7 +15,7 @@ from trl import GRPOConfig
 
 from tether.errors import ConfigError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
-from tether.integrations.trl_critic import CriticOptions, CriticTrainer
+from tether.integrations.trl_critic import CriticOptions
 from tether.integrations.trl_losses import PolicyLossTrainer
 
 # Adam divides by the root of a tiny second moment and would blow rounding errors up.
@@ -94,39 +94,33 @@ def test_troll_on_packed_sequences_is_troll_on_padded_ones(course: Callable[...,
     assert max(row.get("trust_region/kl_max", 0.0) for row in packed.state.log_history) > 1e-3
 
 
-class PackedClip(OldPolicyTrainer):
-    pack_sequences = True
-
-
-class PackedLoss(PolicyLossTrainer):
-    pack_sequences = True
+PACKED = {"pack_sequences": True}
 
 
 @pytest.mark.filterwarnings("ignore:Every batch of rollouts serves a single update")
 @pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 1}], ids=["stale", "no old policy"])
 def test_the_clip_too(course: Callable[..., Any], settings: dict[str, Any]) -> None:
     padded, padded_sizes = course(OldPolicyTrainer, GRPOConfig, **settings)
-    packed, packed_sizes = course(PackedClip, GRPOConfig, **settings)
+    packed, packed_sizes = course(OldPolicyTrainer, GRPOConfig, trainer_arguments=PACKED, **settings)
     _assert_same_course(padded, packed)
     assert sum(packed_sizes) < sum(padded_sizes)
 
 
 def test_rival_losses_too(course: Callable[..., Any]) -> None:
-    settings = {"trainer_arguments": {"policy_loss": "dppo", "loss_options": {"divergence": "top-k-kl"}}}
-    padded, _ = course(PolicyLossTrainer, GRPOConfig, **settings)
-    packed, _ = course(PackedLoss, GRPOConfig, **settings)
+    arguments = {"policy_loss": "dppo", "loss_options": {"divergence": "top-k-kl"}}
+    padded, _ = course(PolicyLossTrainer, GRPOConfig, trainer_arguments=arguments)
+    packed, _ = course(PolicyLossTrainer, GRPOConfig, trainer_arguments=arguments | PACKED)
     _assert_same_course(padded, packed)
 
 
 def test_a_critic_too(course: Callable[..., Any]) -> None:
-    ppo = type("PPO", (CriticTrainer, TROLLTrainer), {})
     # Adam, as it is the critic's own; a rate at which rounding stays rounding.
-    settings = {"trainer_arguments": {"critic": CriticOptions(learning_rate=1e-4)}, "troll_kl_bound": 0.01}
-    padded, _ = course(ppo, TROLLConfig, **settings)
-    packed, _ = course(ppo, TROLLConfig, troll_pack_sequences=True, **settings)
+    settings = {"trainer_arguments": {"estimator": CriticOptions(learning_rate=1e-4)}, "troll_kl_bound": 0.01}
+    padded, _ = course(TROLLTrainer, TROLLConfig, **settings)
+    packed, _ = course(TROLLTrainer, TROLLConfig, troll_pack_sequences=True, **settings)
     _assert_same_course(padded, packed)
-    assert packed.critic.backbone._packing_checked, "the critic ran on padded rows"
-    assert largest_difference(padded.critic, packed.critic) < 1e-4
+    assert packed.estimator.model.backbone._packing_checked, "the critic ran on padded rows"
+    assert largest_difference(padded.estimator.model, packed.estimator.model) < 1e-4
 
 
 def test_a_reference_model_of_its_own_too(course: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tether.errors import ConfigError, TetherError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
-from tether.integrations.trl_advantages import ESTIMATORS, AdvantageTrainer, estimate, rewards_at_the_end
+from tether.integrations.trl_advantages import FromRewards, rewards_at_the_end
 from tether.integrations.trl_losses import PolicyLossTrainer
 
 PLAIN_DESCENT = {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 1e9, "max_steps": 4}
 
 
 def with_advantage(name: str, **options: Any) -> dict[str, Any]:
-    return {"trainer_arguments": {"advantage": name, "advantage_options": options}}
+    return {"trainer_arguments": {"estimator": FromRewards(name, options)}}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_trls_own_advantages_on_this_path(
     scale: str,
 ) -> None:
     trl = train(GRPOTrainer, GRPOConfig, scale_rewards=scale, **PLAIN_DESCENT)
-    ours = train(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options), **PLAIN_DESCENT)
+    ours = train(OldPolicyTrainer, GRPOConfig, **with_advantage(name, **options), **PLAIN_DESCENT)
     assert largest_difference(trl.model, ours.model) <= course_rounding(trl).weights
     assert largest_difference(trl.model, make_tiny_model()) > 1e-3
 
@@ -43,12 +44,11 @@ def test_trls_own_advantages_on_this_path(
 @pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_estimators_reach_every_trust_region(make_trainer: Callable[..., Any], base: Any, name: str) -> None:
     """What the loss sees is the estimator's function of the rewards TRL logged."""
-    made = type("Trainer", (AdvantageTrainer, base), {})
     arguments = with_advantage(name)
     if base is PolicyLossTrainer:
         arguments["trainer_arguments"]["policy_loss"] = "sapo"
     config = TROLLConfig if base is TROLLTrainer else GRPOConfig
-    trainer = make_trainer(made, config, **arguments, **PLAIN_DESCENT)
+    trainer = make_trainer(base, config, **arguments, **PLAIN_DESCENT)
     outputs: list[dict[str, Any]] = []
     original = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: outputs.append(original(inputs)) or outputs[-1]
@@ -58,7 +58,7 @@ def test_estimators_reach_every_trust_region(make_trainer: Callable[..., Any], b
     from tiny_language_model import reward_digits
 
     rewards = torch.tensor(reward_digits(texts))
-    expected = estimate(name, rewards, output["completion_mask"], 4)
+    expected = FromRewards(name).compute(rewards, output["completion_mask"], 4)
     torch.testing.assert_close(output["advantages"], expected)
     assert expected.abs().max() > 0.1
     assert largest_difference(trainer.model, make_tiny_model()) > 1e-3
@@ -75,15 +75,14 @@ def test_whitening_spans_all_processes() -> None:
     masks = [torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])]
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0])
     everyone = torch.cat([torch.nn.functional.pad(masks[0], (0, 1)), masks[1]])
-    whole = estimate("reinforce_plus_plus", rewards, everyone, 2)
+    whole = FromRewards("reinforce_plus_plus").compute(rewards, everyone, 2)
     for rank, mask in enumerate(masks):
         accelerator = SimpleNamespace(
             process_index=rank, gather=lambda _: everyone, pad_across_processes=lambda rows, dim: rows
         )
-        stand_in = SimpleNamespace(
-            accelerator=accelerator, advantage="reinforce_plus_plus", advantage_options={}, num_generations=2
-        )
-        mine = AdvantageTrainer._estimate(stand_in, rewards, {"completion_mask": mask})
+        trainer = SimpleNamespace(accelerator=accelerator, num_generations=2)
+        estimator = FromRewards("reinforce_plus_plus")
+        mine = estimator.advantages(trainer, rewards, {"completion_mask": mask})
         assert mine.shape == mask.shape
         torch.testing.assert_close(mine, whole[2 * rank : 2 * rank + 2, : mask.shape[1]])
 
@@ -91,16 +90,15 @@ def test_whitening_spans_all_processes() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo", {}, "'ppo' is not an estimator"),
+        ("ppo", {}, "Unknown estimator 'ppo'"),
+        ("gae", {}, r"asks for values, and from rewards there are .* estimator=CriticOptions\(\)"),
         ("rloo", {"gamma": 0.9}, "rloo has no option 'gamma'"),
         ("reinforce_plus_plus", {"lambda": 0.9}, "It has gamma"),
     ],
 )
-def test_unknown_estimators_and_options_are_refused(
-    make_trainer: Callable[..., Any], name: str, options: dict[str, Any], message: str
-) -> None:
+def test_unknown_estimators_and_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trainer(AdvantageTrainer, GRPOConfig, **with_advantage(name, **options))
+        FromRewards(name, options)
 
 
 @pytest.mark.parametrize(
@@ -110,17 +108,34 @@ def test_a_setting_of_trls_advantages_is_refused(
     make_trainer: Callable[..., Any], setting: str, value: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{setting}='{value}'"):
-        make_trainer(AdvantageTrainer, GRPOConfig, **{setting: value}, **with_advantage("rloo"))
+        make_trainer(OldPolicyTrainer, GRPOConfig, **{setting: value}, **with_advantage("rloo"))
 
 
 def test_a_response_without_a_reward_is_an_error(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(AdvantageTrainer, GRPOConfig, **with_advantage("rloo"), **PLAIN_DESCENT)
+    trainer = make_trainer(OldPolicyTrainer, GRPOConfig, **with_advantage("rloo"), **PLAIN_DESCENT)
     trainer.reward_funcs = [lambda completions, **_: [None] + [1.0] * (len(completions) - 1)]
     with pytest.raises(TetherError, match="1 of 32 responses have no reward"):
         trainer.train()
 
 
-def test_every_estimator_without_a_critic_is_offered() -> None:
-    from tether.advantages import ADVANTAGES
+def largest_first(rewards: torch.Tensor, group_ids: torch.Tensor, *, share: float = 0.5) -> torch.Tensor:
+    """An estimator of one's own: above a share of the prompt's best reward."""
+    best = torch.stack([rewards[group_ids == group].max() for group in group_ids])
+    return rewards - share * best
 
-    assert set(ESTIMATORS) == set(ADVANTAGES) - {"gae"}
+
+def test_an_estimator_from_outside_is_named_by_where_it_is(train: Callable[..., Any]) -> None:
+    by_name = {"trainer_arguments": {"estimator": f"{__name__}:largest_first"}}
+    trainer = train(OldPolicyTrainer, GRPOConfig, **by_name, **PLAIN_DESCENT)
+    assert largest_difference(trainer.model, make_tiny_model()) > 1e-3
+    estimator = FromRewards(f"{__name__}:largest_first", {"share": 1.0})
+    found = estimator.compute(torch.tensor([1.0, 3.0, 2.0, 0.0]), torch.ones(4, 2), 2)
+    assert found.tolist() == [-2.0, 0.0, 0.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("trl_advantages", "AdvantageTrainer"), ("trl_critic", "CriticTrainer")]
+)
+def test_a_class_of_before_says_what_took_its_place(module: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"has no {name} any more: use the keyword estimator"):
+        getattr(importlib.import_module(f"tether.integrations.{module}"), name)

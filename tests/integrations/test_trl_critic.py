@@ -16,18 +16,14 @@ from tether.advantages import gae, whiten
 from tether.errors import CheckpointError, ConfigError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_advantages import rewards_at_the_end
-from tether.integrations.trl_critic import CriticOptions, CriticTrainer, ValueModel, explained_variance
+from tether.integrations.trl_critic import CriticOptions, ValueModel, explained_variance
 from tether.integrations.trl_losses import PolicyLossTrainer
 
 LEARNING = {"max_steps": 8, "learning_rate": 1e-3}
 
 
-def ppo(base: Any) -> Any:
-    return type(f"PPO{base.__name__}", (CriticTrainer, base), {})
-
-
 def with_critic(**options: Any) -> dict[str, Any]:
-    return {"trainer_arguments": {"critic": CriticOptions(**options)}}
+    return {"trainer_arguments": {"estimator": CriticOptions(**options)}}
 
 
 def test_a_value_sees_the_tokens_before_it_and_no_other() -> None:
@@ -71,16 +67,16 @@ def test_advantages_are_gae_of_the_critics_values(make_trainer: Callable[..., An
     if base is PolicyLossTrainer:
         arguments["trainer_arguments"]["policy_loss"] = "ppo_clip"
     config = TROLLConfig if base is TROLLTrainer else GRPOConfig
-    trainer = make_trainer(ppo(base), config, **arguments, **LEARNING)
+    trainer = make_trainer(base, config, **arguments, **LEARNING)
     seen: list[dict[str, Any]] = []
-    original = trainer._estimate
+    original = trainer.estimator.advantages
 
-    def estimate(rewards: Any, output: dict[str, Any]) -> Any:
-        advantages = original(rewards, output)
+    def advantages_of(trainer: Any, rewards: Any, output: dict[str, Any]) -> Any:
+        advantages = original(trainer, rewards, output)
         seen.append({**output, "rewards": rewards, "advantages": advantages})
         return advantages
 
-    trainer._estimate = estimate
+    trainer.estimator.advantages = advantages_of
     trainer.train()
     for batch in seen:
         mask = batch["completion_mask"]
@@ -96,7 +92,7 @@ def test_advantages_are_gae_of_the_critics_values(make_trainer: Callable[..., An
 def test_values_come_to_predict_what_the_prompt_tells(make_trainer: Callable[..., Any]) -> None:
     """A reward that the prompt alone decides can be explained entirely, on responses not learned from yet."""
     settings = {"max_steps": 96, "learning_rate": 1e-6}
-    trainer = make_trainer(ppo(OldPolicyTrainer), GRPOConfig, **with_critic(learning_rate=3e-3), **settings)
+    trainer = make_trainer(OldPolicyTrainer, GRPOConfig, **with_critic(learning_rate=3e-3), **settings)
     trainer.reward_funcs = [lambda prompts, **_: [float(prompt[0] in "0246") for prompt in prompts]]
     trainer.train()
     rows = trainer.state.log_history
@@ -111,37 +107,37 @@ def test_values_come_to_predict_what_the_prompt_tells(make_trainer: Callable[...
 def test_accumulated_micro_batches_are_one_update_of_the_critic(train: Callable[..., Any]) -> None:
     """Up to the token mean, which is taken within a micro-batch, so responses must all be of one length."""
     settings = {"max_steps": 1, "max_completion_length": 3, "generation_kwargs": {"suppress_tokens": [28]}}
-    whole = train(ppo(OldPolicyTrainer), GRPOConfig, **with_critic(), steps_per_generation=2, **settings)
+    whole = train(OldPolicyTrainer, GRPOConfig, **with_critic(), steps_per_generation=2, **settings)
     parts = train(
-        ppo(OldPolicyTrainer), GRPOConfig, **with_critic(), gradient_accumulation_steps=2,
+        OldPolicyTrainer, GRPOConfig, **with_critic(), gradient_accumulation_steps=2,
         per_device_train_batch_size=4, steps_per_generation=4, **settings,
     )  # fmt: skip
-    assert whole.critic.head.bias.item() != 0
-    for name, value in whole.critic.head.named_parameters():
+    assert whole.estimator.model.head.bias.item() != 0
+    for name, value in whole.estimator.model.head.named_parameters():
         torch.testing.assert_close(
-            dict(parts.critic.head.named_parameters())[name], value, atol=1e-6, rtol=1e-4
+            dict(parts.estimator.model.head.named_parameters())[name], value, atol=1e-6, rtol=1e-4
         )
 
 
 def test_a_resumed_run_is_the_same_run_bit_for_bit(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     settings = {**LEARNING, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
     whole = make_trainer(
-        ppo(TROLLTrainer), TROLLConfig, output_dir=str(tmp_path / "a"), **with_critic(), **settings
+        TROLLTrainer, TROLLConfig, output_dir=str(tmp_path / "a"), **with_critic(), **settings
     )
     whole.train()
     resumed = make_trainer(
-        ppo(TROLLTrainer), TROLLConfig, output_dir=str(tmp_path / "a"), **with_critic(), **settings
+        TROLLTrainer, TROLLConfig, output_dir=str(tmp_path / "a"), **with_critic(), **settings
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    for ours, theirs in ((resumed.model, whole.model), (resumed.critic, whole.critic)):
+    for ours, theirs in ((resumed.model, whole.model), (resumed.estimator.model, whole.estimator.model)):
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert largest_difference(whole.critic.backbone, make_tiny_model().model) > 1e-4
+    assert largest_difference(whole.estimator.model.backbone, make_tiny_model().model) > 1e-4
 
 
 def test_a_checkpoint_without_a_critic_is_refused(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     settings = {**LEARNING, "save_strategy": "steps", "save_steps": 4, "max_steps": 4}
     make_trainer(OldPolicyTrainer, GRPOConfig, output_dir=str(tmp_path / "a"), **settings).train()
-    trainer = make_trainer(ppo(OldPolicyTrainer), GRPOConfig, **with_critic(), **{**settings, "max_steps": 8})
+    trainer = make_trainer(OldPolicyTrainer, GRPOConfig, **with_critic(), **{**settings, "max_steps": 8})
     with pytest.raises(CheckpointError, match=r"no critic\.safetensors"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
 
@@ -151,11 +147,11 @@ def test_with_adapters_the_critic_is_a_whole_network(train: Callable[..., Any]) 
     arguments["trainer_arguments"]["peft_config"] = LoraConfig(
         r=2, lora_dropout=0.0, target_modules="all-linear"
     )
-    trainer = train(ppo(OldPolicyTrainer), GRPOConfig, **arguments, **LEARNING)
-    names = [name for name, _ in trainer.critic.named_parameters()]
+    trainer = train(OldPolicyTrainer, GRPOConfig, **arguments, **LEARNING)
+    names = [name for name, _ in trainer.estimator.model.named_parameters()]
     assert not any("lora" in name for name in names)
     assert len(names) == len(list(make_tiny_model().model.parameters())) + 2
-    assert largest_difference(trainer.critic.backbone, make_tiny_model().model) > 1e-4
+    assert largest_difference(trainer.estimator.model.backbone, make_tiny_model().model) > 1e-4
 
 
 def test_explained_variance_by_hand() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trl
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
 # What each piece is for, and the fingerprint of the source the integration was written against (1.16.0).
@@ -31,6 +32,28 @@ TOUCHED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "8ad618f3882bc520",
         "it must score the old policy with self.model through the helper, before any reference policy, and "
         "put the result into old_per_token_logps; trl_warnings mirrors when it does.",
+    ),
+    "_generate": (
+        GRPOTrainer._generate,
+        "428bb9b5cd77ca6a",
+        "it must return the lists of log-probabilities as the fifth of its values, elements untouched: they "
+        "carry the sampler's records.",
+    ),
+    "_tool_call_loop": (
+        GRPOTrainer._tool_call_loop,
+        "1bbe47a3572bfa06",
+        "it must cut and append the lists of log-probabilities as those of the tokens, elements untouched.",
+    ),
+    "_generate_single_turn": (
+        GRPOTrainer._generate_single_turn,
+        "e36de950c8303b0b",
+        "it must take from vllm_generation.generate the first of each token's log-probabilities, and call "
+        "the model's generate once where Transformers writes the completions.",
+    ),
+    "VLLMGeneration.generate": (
+        VLLMGeneration.generate,
+        "48a5f77c578cacf4",
+        "it must ask vLLM for `logprobs` of each token and return ids and log-probabilities of all of them.",
     ),
     "_prepare_inputs": (
         GRPOTrainer._prepare_inputs,

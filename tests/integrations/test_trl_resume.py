@@ -15,8 +15,7 @@ from tether.errors import CheckpointError, TetherWarning
 from tether.integrations import trl_old_policy
 from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
-from tether.integrations.trl_critic import CriticTrainer
-from tether.integrations.trl_inside import InsideOptions, InsideTrainer
+from tether.integrations.trl_critic import CriticOptions
 from tether.integrations.trl_resume import RolloutBatch, load_rollouts, save_rollouts
 
 # Measured by the clock or counted from the start of the process.
@@ -26,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bucket": {"troll_support": "bucket"},
     "paper": {"troll_support": "paper"},
+    "sampler": {"troll_anchor": "sampler", "troll_lag_growth": "linear", "troll_lag_rate": 0.5},
     "sequence": {"troll_region": "sequence", "importance_sampling_level": "sequence", "loss_type": "grpo"},
     "passes over TRL's batch": {"steps_per_generation": 1, "num_iterations": 4},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
@@ -79,12 +79,9 @@ def test_the_baseline_resumes_exactly_too(make_trainer: Callable[..., Any], tmp_
 def test_a_critic_and_a_stop_inside_a_batch_are_taken_up(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    class Stopped(InsideTrainer, CriticTrainer, TROLLTrainer):
-        pass
-
     def make(**settings: Any) -> Any:
-        extra = {"inside": InsideOptions(kl_stop=0.02)}
-        return make_trainer(Stopped, TROLLConfig, trainer_arguments=extra, **settings)
+        extra = {"kl_stop": 0.02, "estimator": CriticOptions()}
+        return make_trainer(TROLLTrainer, TROLLConfig, trainer_arguments=extra, **settings)
 
     whole, resumed = _resume(make, tmp_path, 7)
     _assert_same(whole, resumed)

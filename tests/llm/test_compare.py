@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tyro
 import yaml
 
-from tether.cli import main
+from tether.cli import main, read_grid
 from tether.errors import ConfigError
 from tether.experiments import StudyTable
-from tether.experiments.settings_file import options_from_file
 from tether.llm.compare import compare, finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.grid import cells
@@ -30,7 +28,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
         "train.eval-problems": 10, "train.device": "cpu",
     }  # fmt: skip
     options = [part for name, value in small.items() for part in (f"--{name}", str(value))]
-    methods = ["--trust-regions", "troll", "dppo:divergence=top-k-kl", "--baseline", "troll"]
+    methods = ["--methods", "troll", "dppo:divergence=top-k-kl", "--baseline", "troll"]
     return ["llm", "compare", "--config", str(QUICK), *options, *methods, *more]
 
 
@@ -84,7 +82,7 @@ def test_a_run_of_which_the_rows_are_deleted_is_missing_again(tmp_path: Path) ->
     table = tmp_path / "kept.csv"
     lines = table.read_text().splitlines(keepends=True)
     table.write_text("".join(line for line in lines if ",dppo-" not in line))
-    config = tyro.cli(CompareConfig, args=[*options_from_file(QUICK), *arguments(tmp_path)[4:]])
+    config = read_grid(QUICK, *arguments(tmp_path)[4:])
     assert [cell.method for cell, _ in finished_runs(config).finished] == ["troll"]
 
 
@@ -120,7 +118,7 @@ def test_a_grid_of_which_nothing_is_finished_says_so(
 
 
 def test_a_cell_that_cannot_be_trained_is_refused_before_any_is(tmp_path: Path) -> None:
-    config = CompareConfig(output=tmp_path / "runs", trust_regions=("troll", "sapo:tau_pos=0"))
+    config = CompareConfig(output=tmp_path / "runs", methods=("troll", "sapo:tau_pos=0"))
     with pytest.raises(ConfigError, match="tau_pos"):
         compare(config)
     assert not (tmp_path / "runs").exists()
@@ -128,7 +126,7 @@ def test_a_cell_that_cannot_be_trained_is_refused_before_any_is(tmp_path: Path) 
 
 @pytest.mark.parametrize("study", sorted(STUDIES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
-    config = tyro.cli(CompareConfig, args=options_from_file(study))
+    config = read_grid(study)
     made = cells(config)
     assert len({cell.train.output.name for cell in made}) == len(made)
     assert config.results is not None
@@ -142,7 +140,7 @@ def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
 
 def test_every_run_of_every_study_is_kept_with_the_settings_its_grid_gives_it() -> None:
     for study in sorted(STUDIES.rglob("*.yaml")):
-        config = tyro.cli(CompareConfig, args=options_from_file(study))
+        config = read_grid(study)
         assert config.results is not None
         config = replace(config, results=STUDIES.parents[1] / config.results)
         assert finished_runs(config).unfinished == 0, study

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, InvalidInputError
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
+from tether.llm.estimators import ESTIMATORS
 from tether.llm.grid import cells, parse_method
-from tether.llm.method_names import TRUST_REGIONS, Estimator
+from tether.llm.methods import TROLL, find_method, method_names
 from tether.losses import LOSSES
 
 SMALL = TrainConfig(prompts_per_rollout=4, responses_per_prompt=4, updates_per_rollout=4, steps=4)
@@ -30,7 +31,7 @@ def test_a_plain_comparison_is_named_as_ever() -> None:
 
 def test_every_method_meets_every_point_and_seed_and_no_folder_twice() -> None:
     made = grid(
-        trust_regions=("troll", "troll:kl_bound=0.2,alpha=5", "dppo:divergence=top-k-kl"),
+        methods=("troll", "troll:kl_bound=0.2,alpha=5", "dppo:divergence=top-k-kl"),
         estimators=("grpo", "rloo"),
         updates_per_rollout=(1, 8),
         learning_rates=(1e-4, 3e-4),
@@ -42,7 +43,8 @@ def test_every_method_meets_every_point_and_seed_and_no_folder_twice() -> None:
     assert len({cell.train.label for cell in made}) == len(made) / 2  # seeds of one cell share a label
     one = next(cell.train for cell in made if cell.train.output.name
                == "troll-kl_bound0.2-alpha5-rloo-u8-lr0.0003-temperature0.7-seed1")  # fmt: skip
-    assert (one.kl_bound, one.alpha, one.estimator, one.updates_per_rollout) == (0.2, 5, "rloo", 8)
+    assert one.method == TROLL(kl_bound=0.2, alpha=5)
+    assert (one.estimator.name, one.updates_per_rollout) == ("rloo", 8)
     assert (one.learning_rate, one.temperature, one.seed, one.resume) == (3e-4, 0.7, 1, True)
     assert one.label == "TROLL kl_bound=0.2, alpha=5, rloo, 8 updates, lr 0.0003, temperature=0.7"
 
@@ -63,30 +65,40 @@ def test_the_first_seed_of_everything_comes_before_any_second() -> None:
 
 
 def test_batches_give_every_staleness_the_same_number_of_responses() -> None:
-    made = grid(trust_regions=("clip",), updates_per_rollout=(1, 4, 16), batches=8, evaluations=2)
+    made = grid(methods=("clip",), updates_per_rollout=(1, 4, 16), batches=8, evaluations=2)
     assert [cell.train.steps for cell in made] == [8, 32, 128]
     assert [cell.train.eval_every for cell in made] == [4, 16, 64]
     assert len({cell.train.steps * cell.train.responses_per_update for cell in made}) == 1
 
 
+def test_an_axis_may_be_an_option_of_every_method_or_of_the_estimator() -> None:
+    axes = ("method.kl_bound=0.1,0.2", "estimator.gamma=0.9")
+    made = grid(methods=("troll", "trm"), axes=axes, estimators=("reinforce_plus_plus",))
+    found = [(cell.train.method.name, cell.train.method.kl_bound) for cell in made]
+    assert found == [("troll", 0.1), ("trm", 0.1), ("troll", 0.2), ("trm", 0.2)]
+    assert {cell.train.estimator.gamma for cell in made} == {0.9}
+    with pytest.raises(ConfigError, match=r"'clip' sets 'method\.kl_bound'"):
+        grid(axes=axes[:1])
+
+
 def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
-    [troll, trm] = grid(trust_regions=("troll:kl_bound=0.2", "trm:kl_bound=0.2"))
-    assert (troll.train.kl_bound, troll.train.loss_options) == (0.2, {})
-    assert (trm.train.kl_bound, trm.train.loss_options) == (0.05, {"kl_bound": 0.2})
+    [troll, trm] = grid(methods=("troll:kl_bound=0.2", "trm:kl_bound=0.2"))
+    assert troll.train.method == TROLL(kl_bound=0.2)
+    assert trm.train.method == find_method("trm")(kl_bound=0.2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trust_regions": ("troll:bound=0.2",)}, "sets 'bound', which is no setting of a training run"),
-        ({"trust_regions": ("sapo:tau=1",)}, r"option of sapo \(tau_pos, tau_neg\)"),
-        ({"trust_regions": ("sapo:tau_pos=-1",)}, "tau_pos must be greater than 0"),
-        ({"trust_regions": ("troll:kl_bound",)}, "'kl_bound' is not"),
-        ({"trust_regions": ("trpo",)}, "Unknown trust region 'trpo'"),
-        ({"trust_regions": ("troll", "troll")}, "must not repeat"),
-        ({"trust_regions": ("cispo",), "estimators": ("gspo",)}, "run cispo-gspo-seed0: estimator='gspo'"),
+        ({"methods": ("troll:bound=0.2",)}, "sets 'bound', which is no setting of a training run"),
+        ({"methods": ("sapo:tau=1",)}, r"option of sapo \(top_k, mass, tau_pos, tau_neg\)"),
+        ({"methods": ("sapo:tau_pos=-1",)}, "tau_pos must be greater than 0"),
+        ({"methods": ("troll:kl_bound",)}, "'kl_bound' is not"),
+        ({"methods": ("trpo",)}, "Unknown method 'trpo'"),
+        ({"methods": ("troll", "troll")}, "must not repeat"),
+        ({"methods": ("cispo",), "estimators": ("gspo",)}, "run cispo-gspo-seed0: estimator='gspo'"),
         ({"learning_rates": (1e-4, -1.0)}, "run troll-lr-1.0-seed0: learning_rate must be positive"),
-        ({"trust_regions": ("troll:kl_bond=0.2",)}, r"Did you mean 'kl_bound'\?"),
+        ({"methods": ("troll:kl_bond=0.2",)}, r"Did you mean 'kl_bound'\?"),
         ({"axes": ("seed=1,2",)}, "names no setting"),
         ({"axes": ("lora_rnk=1,2",)}, r"Did you mean 'lora_rank'\?"),
         ({"axes": ("alpha",)}, "written as setting=value,value"),
@@ -108,33 +120,39 @@ def test_methods_are_parsed_with_types() -> None:
     )  # fmt: skip
 
 
-def test_every_loss_is_a_trust_region_and_every_estimator_is_spelt_out() -> None:
+def test_every_loss_is_a_method_and_every_estimator_is_spelt_out() -> None:
     from tether.advantages import ADVANTAGES
 
-    assert set(TRUST_REGIONS) == set(LOSSES) | {"clip", "none"}
-    assert set(ADVANTAGES) - {"gae"} <= set(get_args(Estimator))
+    assert set(method_names()) == set(LOSSES) | {"clip", "none"}
+    assert set(ADVANTAGES) - {"gae"} <= set(ESTIMATORS)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"method": {"name": "clip", "clip_ratio_low": 0.1}}, "clip has no option 'clip_ratio_low'"),
+        ({"method": {"name": "cispo", "alpha": 1}}, "cispo has no option 'alpha'"),
+        ({"method": {"name": "troll", "kl_bound": -0.1}}, "kl_bound must be a positive number"),
+        ({"method": {"name": "clip", "top_k": 0}}, "top_k must be an integer of at least 1"),
+        ({"estimator": "gae"}, "Unknown estimator 'gae'"),
+        ({"estimator": {"name": "ppo", "gae_lambda": 1.1}}, r"gae_lambda must lie in \[0, 1\]"),
+        ({"estimator": {"name": "rloo", "gamma": 0.9}}, "rloo has no option 'gamma'"),
         (
-            {"trust_region": "clip", "loss_options": {"clip_ratio_low": 0.1}},
-            "clip is set by fields: clip_low",
+            {"estimator": {"name": "ppo", "learning_rate": 0.0}},
+            "learning_rate of the critic must be positive",
         ),
-        ({"trust_region": "cispo", "loss_options": {"alpha": 1}}, "cispo has no option 'alpha'"),
-        ({"estimator": "gae"}, "estimator='gae' is not known"),
-        ({"gae_lambda": 1.1}, r"gae_lambda must lie in \[0, 1\]"),
-        ({"critic_learning_rate": 0.0}, "critic_learning_rate must be positive"),
-        ({"trust_region": "clip", "alpha_tolerance": 0.1}, "clip has none"),
         (
             {"estimator": "ppo", "quantization": "nf4", "lora_rank": 4},
             "as its critic, which quantization='nf4'",
         ),
-        ({"regression_updates": 8}, "must leave some of the 8 updates"),
         ({"kl_stop": -0.1}, "kl_stop must be a positive number"),
+        ({"step_back": -0.1}, "step_back: The budget .* must be positive.*got -0.1"),
+        ({"step_back": 0.1, "step_back_statistic": "median"}, "got 'median'"),
+        ({"step_back": 0.1, "step_back_every": 9}, "between 1 and the 8 updates"),
+        ({"step_back": 0.1, "updates_per_rollout": 1}, "does not record where each serves one update"),
+        ({"step_back_every": 4}, "there is none: set step_back"),
     ],
 )
 def test_settings_of_a_method_name_themselves(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, InvalidInputError), match=message):
         TrainConfig(**changes)

@@ -33,16 +33,16 @@ def assert_same_model(first: Path, second: Path) -> None:
 def test_the_clip_is_the_same_method_by_either_name(tmp_path: Path) -> None:
     """TRL's own clip and ours end in the same weights, up to the rounding Adam lets through."""
     for name in ("clip", "ppo_clip"):
-        train(config(tmp_path / name, trust_region=name))
+        train(config(tmp_path / name, method=name))
     ours, theirs = model(tmp_path / "ppo_clip"), model(tmp_path / "clip")
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
 
 
-@pytest.mark.parametrize("trust_region", ["troll", "sapo"])
+@pytest.mark.parametrize("method", ["troll", "sapo"])
 def test_ppo_with_a_critic_resumes_bit_for_bit(
-    tmp_path: Path, trust_region: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"trust_region": trust_region, "estimator": "ppo", "gae_lambda": 0.9}
+    changes = {"method": method, "estimator": {"name": "ppo", "gae_lambda": 0.9}}
     train(config(tmp_path / "whole", **changes))
     log = MetricsCallback.on_log
 
@@ -65,12 +65,19 @@ def test_ppo_with_a_critic_resumes_bit_for_bit(
     assert max(line["kl_max"] for line in lines) > 0
 
 
-def test_remedies_for_a_network_that_leaves_act_and_are_logged(tmp_path: Path) -> None:
-    changes = {"kl_stop": 0.05, "alpha_tolerance": 0.05, "regression_updates": 1, "estimator": "ppo"}
-    run = train(config(tmp_path / "run", **changes))
+def test_a_stop_acts_with_a_critic_and_is_logged(tmp_path: Path) -> None:
+    run = train(config(tmp_path / "run", kl_stop=0.05, estimator="ppo"))
     lines = RunFolder.open(run.path).metrics()
     assert [line["stopped"] for line in lines][:2] == [0, 1]
-    assert lines[-1]["alpha"] != lines[0]["alpha"]
+
+
+@pytest.mark.parametrize("method", ["troll", "sapo"])
+def test_the_network_is_held_to_a_budget_and_that_is_logged(tmp_path: Path, method: str) -> None:
+    run = train(config(tmp_path / "run", method=method, step_back=1e-4, step_back_every=2))
+    lines = RunFolder.open(run.path).metrics()
+    assert ["network_kl" in line for line in lines] == [line["step"] % 2 == 0 for line in lines]
+    assert 0 < max(line.get("network_kl", 0) for line in lines) <= 1e-4
+    assert max(line.get("network_kl_before", 0) for line in lines) > 1e-4
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -81,8 +88,8 @@ def test_estimators_train(tmp_path: Path, estimator: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"trust_region": "troll", "estimator": "ppo"}, {"trust_region": "clip"}, {"trust_region": "sapo"}],
-    ids=lambda changes: changes["trust_region"],
+    [{"method": "troll", "estimator": "ppo"}, {"method": "clip"}, {"method": "sapo"}],
+    ids=lambda changes: changes["method"],
 )
 def test_packed_sequences_change_nothing_but_rounding(
     tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -106,8 +113,8 @@ def test_packed_sequences_change_nothing_but_rounding(
 
 
 def test_what_was_chosen_is_in_the_label_and_the_numbers(tmp_path: Path) -> None:
-    options = {"divergence": "top-k-kl", "divergence_low": 1e-4, "divergence_high": 1e-4}
-    run = train(config(tmp_path / "run", trust_region="dppo", loss_options=options, steps=4, eval_every=0))
+    method = {"name": "dppo", "divergence": "top-k-kl", "divergence_low": 1e-4, "divergence_high": 1e-4}
+    run = train(config(tmp_path / "run", method=method, steps=4, eval_every=0))
     found = RunFolder.open(run.path)
     assert found.config.label == "dppo divergence=top-k-kl, divergence_low=0.0001, divergence_high=0.0001"
     last = found.metrics()[-1]
@@ -121,7 +128,7 @@ def test_one_update_a_batch_trains_and_keeps_samples(tmp_path: Path) -> None:
         run = train(
             config(
                 tmp_path / "run",
-                trust_region="gmpo",
+                method="gmpo",
                 updates_per_rollout=1,
                 steps=2,
                 eval_every=2,

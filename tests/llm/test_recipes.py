@@ -39,7 +39,7 @@ def test_trl_takes_the_settings_of_a_recipe(path: Path, tmp_path: Path) -> None:
     more = ["--rollouts", "transformers", "--device", "cpu"]
     settings = _parse(TrainConfig, "tether llm train", ["--config", str(path), *more])
     task = make_task(settings.task, **settings.task_options)
-    trl = TROLLConfig(**_trl_settings(settings, task, tmp_path), troll_kl_bound=settings.kl_bound)
+    trl = TROLLConfig(**_trl_settings(settings, task, tmp_path), troll_kl_bound=settings.method.kl_bound)
     assert trl.generation_batch_size == settings.prompts_per_rollout * settings.responses_per_prompt
 
 
@@ -47,7 +47,7 @@ def test_the_quickstart_is_a_comparison_that_parses() -> None:
     from tether.llm.compare_config import CompareConfig
 
     quickstart = _parse(CompareConfig, "tether llm compare", ["--config", str(RECIPES / "quickstart.yaml")])
-    assert quickstart.trust_regions == ("troll", "clip")
+    assert quickstart.methods == ("troll", "clip")
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)

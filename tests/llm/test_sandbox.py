@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SandboxError
-from tether.llm.sandbox import Program, Sandbox, available_backend, trial
-from tether.llm.sandbox.backends import BACKENDS
+from tether.llm.sandbox import Program, Sandbox, available_backend
+from tether.llm.sandbox import sandbox as module
+from tether.llm.sandbox.backends import BACKENDS, Visible, without_nested
 from tether.llm.sandbox.syscalls import ALLOWED, compiled_filter
-from tether.llm.sandbox.visible import Visible, without_nested
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_time_before_the_start_does_not_count(sandbox: Sandbox) -> None:
 
 def _its_own_files(sandbox: Sandbox) -> list[str]:
     """What a fresh program finds in its folder: itself, and the interpreter if that lies under /tmp."""
-    interpreter = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
+    interpreter = {path.split("/")[2] for path in sandbox.files.readable if path.startswith("/tmp/")}
     return sorted({"program.py", *interpreter})
 
 
@@ -279,7 +279,7 @@ def test_descriptors_do_not_leak(sandbox: Sandbox) -> None:
 
 def test_the_backend_found_here_contains_a_program() -> None:
     assert available_backend() in BACKENDS
-    assert trial.try_backend("namespaces") is None
+    assert module.try_backend("namespaces") is None
 
 
 def test_bubblewrap_is_asked_for_the_same_isolation(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_bubblewrap_is_asked_for_the_same_isolation(tmp_path: Path) -> None:
 
 
 def test_where_nothing_isolates_code_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "try_backend", lambda backend: "a program could open a socket")
+    monkeypatch.setattr(module, "try_backend", lambda backend: "a program could open a socket")
     with pytest.raises(
         MissingDependencyError, match=r"bubblewrap: a program could .*apt-get install bubblewrap"
     ):
@@ -316,7 +316,7 @@ def test_a_backend_that_contains_nothing_fails_its_trial(monkeypatch: pytest.Mon
         return {**job, "limits": limits, "filter": allow_everything}
 
     monkeypatch.setattr(module.Sandbox, "_job", unconfined)
-    reason = trial.try_backend.__wrapped__("namespaces")
+    reason = module.try_backend.__wrapped__("namespaces")
     assert reason is not None
     assert "open a socket" in reason
     assert "start more processes than it may" in reason

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.hostile.files import PROGRAMS
 
 import tether
-from tether.llm.sandbox import Sandbox, visible
-from tether.llm.sandbox.visible import without_nested
+from tether.llm.sandbox import Sandbox, backends
+from tether.llm.sandbox.backends import without_nested
 
 BASE = Path(sys.base_prefix)
 PYTHON = Path(os.path.realpath(sys.executable)).name
@@ -66,7 +66,7 @@ IN_THE_INTERPRETER = """
 import json, sys, tether
 from tether.llm.sandbox import Sandbox
 from tether.llm.sandbox.backends import BACKENDS
-from tether.llm.sandbox.trial import try_backend
+from tether.llm.sandbox.sandbox import try_backend
 assert sys.prefix == sys.base_prefix and tether.__file__.startswith(sys.prefix), tether.__file__
 import usermodule, nestedmodule
 for backend in BACKENDS:
@@ -127,16 +127,16 @@ def test_folders_of_packages_are_found_at_any_depth(tmp_path: Path) -> None:
     for path in ("a/site-packages/x/dist-packages", "b/c/d/dist-packages", "e"):
         (tmp_path / path).mkdir(parents=True)
     (tmp_path / "e" / "site-packages").symlink_to(tmp_path / "b")
-    found = [path.removeprefix(f"{tmp_path}/") for path in visible._folders_of_packages(str(tmp_path))]
+    found = [path.removeprefix(f"{tmp_path}/") for path in backends._folders_of_packages(str(tmp_path))]
     assert sorted(found) == ["a/site-packages", "b/c/d/dist-packages", "e/site-packages"]
 
 
 def test_what_is_added_is_shown_over_what_is_hidden() -> None:
-    default = visible.visible()
+    default = backends.visible()
     hidden = default.hidden[0]
     assert default.added == []
-    assert visible.visible([hidden]).added == [hidden]
-    assert visible.visible([default.readable[0]]).added == []
+    assert backends.visible([hidden]).added == [hidden]
+    assert backends.visible([default.readable[0]]).added == []
     assert without_nested([*default.readable]) == default.readable
 
 
@@ -146,7 +146,7 @@ AS_PROCESS_1 = """
 import os
 from tether.llm.sandbox import Sandbox
 from tether.llm.sandbox.backends import BACKENDS
-from tether.llm.sandbox.trial import try_backend
+from tether.llm.sandbox.sandbox import try_backend
 assert os.getpid() == 1
 for backend in BACKENDS:
     reason = try_backend(backend)
@@ -198,9 +198,10 @@ def test_two_containers_alike_do_not_share_a_limit() -> None:
 
 AS_ORDINARY_USER = """
 import os
-from tether.llm.sandbox import Sandbox, trial
+from tether.llm.sandbox import Sandbox
+from tether.llm.sandbox import sandbox as module
 assert os.geteuid() != 0
-assert trial.try_backend("namespaces") is None, trial.try_backend("namespaces")
+assert module.try_backend("namespaces") is None, module.try_backend("namespaces")
 with Sandbox(1, backend="namespaces") as sandbox:
     assert sandbox.run("import os; print(os.getuid(), os.fork() >= 0)").status == "ok"
     bomb = "import os\\nwhile True:\\n try: os.fork()\\n except OSError: pass"

@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tyro
 
+from tether.cli import read_grid
 from tether.experiments import RunFolder
-from tether.experiments.settings_file import options_from_file
-from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import cells
 from tether.llm.models import EMBEDDED
@@ -24,7 +22,7 @@ def small_runs() -> dict[str, TrainConfig]:
     """One run for each way of training that any study has, cut down to a batch of sixteen responses."""
     found: dict[str, TrainConfig] = {}
     for study in sorted(STUDIES.rglob("*.yaml")):
-        config = tyro.cli(CompareConfig, args=options_from_file(study))
+        config = read_grid(study)
         for cell in cells(config):
             updates = min(cell.train.updates_per_rollout, 8)
             run = replace(
@@ -46,7 +44,7 @@ def small_runs() -> dict[str, TrainConfig]:
                 device="cpu",
                 resume=False,
             )
-            found.setdefault(f"{cell.method}-{run.estimator}-{run.optimizer}-{updates}", run)
+            found.setdefault(f"{cell.method}-{run.estimator.name}-{run.optimizer}-{updates}", run)
     return found
 
 
@@ -65,7 +63,7 @@ def test_every_way_of_training_that_a_study_has_works(name: str, tmp_path: Path)
 
 
 def test_the_studies_cover_every_trust_region_and_most_estimators() -> None:
-    assert {run.trust_region for run in RUNS.values()} >= {
+    assert {run.method.name for run in RUNS.values()} >= {
         "troll",
         "clip",
         "none",
@@ -74,12 +72,18 @@ def test_the_studies_cover_every_trust_region_and_most_estimators() -> None:
         "cispo",
         "vespo",
     }
-    assert {run.estimator for run in RUNS.values()} >= {"grpo", "gspo", "rloo", "ppo", "reinforce_plus_plus"}
+    assert {run.estimator.name for run in RUNS.values()} >= {
+        "grpo",
+        "gspo",
+        "rloo",
+        "ppo",
+        "reinforce_plus_plus",
+    }
 
 
 def test_the_study_of_cost_pays_by_the_alphabet_so_that_every_update_has_a_gradient() -> None:
     """Rewards that are all alike give no gradient, and rows without gradient cost next to nothing."""
-    config = tyro.cli(CompareConfig, args=options_from_file(STUDIES / "i-cost.yaml"))
+    config = read_grid(STUDIES / "i-cost.yaml")
     options = config.train.task_options
     task = make_task(config.train.task, **options | {"path": str(STUDIES / Path(str(options["path"])).name)})
     [problem] = task.problems("train", limit=1)

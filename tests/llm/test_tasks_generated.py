@@ -162,7 +162,7 @@ def test_drawing_passes_over_repeats_and_other_splits() -> None:
         ("arithmetic", {"operations": "*"}, r"operations is '\*'"),
         ("arithmetic", {"terms": 3}, "Its options are: digits, operations"),
         ("chained", {"terms": 2}, "terms is 2"),
-        ("chess", {}, "Use one of: aime, amc, arithmetic, chained"),
+        ("chess", {}, "Known: aime, amc, arithmetic, chained"),
     ],
 )
 def test_wrong_names_and_options_are_refused(name: str, options: dict[str, object], message: str) -> None:

@@ -189,7 +189,7 @@ def test_answers_are_compared_by_value(
 
 def test_an_answer_outside_a_box_counts_only_when_allowed() -> None:
     response = "They have 18 apples, so the answer is 18."
-    assert GSM8KTask(DATA).verify(response, "18").parts == {"boxed": 0.0}
+    assert GSM8KTask(DATA).verify(response, "18").parts["boxed"] == 0.0
     assert not GSM8KTask(DATA).verify(response, "18").correct
     assert GSM8KTask(DATA, require_boxed=False).verify(response, "18").correct
     assert not GSM8KTask(DATA, require_boxed=False).verify("   ", "18").correct

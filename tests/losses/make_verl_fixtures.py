@@ -26,6 +26,15 @@ CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
 
 TOKEN_MEAN, SEQUENCE_MEAN = "token-mean", "seq-mean-token-mean"
 
+
+def _importance_sampling(
+    level: str, threshold: float | str
+) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
+    """Policy gradient with importance weights: cut at one number, dropped outside "low_high"."""
+    correction = {"loss_type": "reinforce", "rollout_is": level, "rollout_is_threshold": threshold}
+    return "bypass_mode", TOKEN_MEAN, {}, {"rollout_correction": correction}
+
+
 #: Name in the registry: function, loss_agg_mode, fields of ActorConfig, fields of PolicyLossConfig.
 LOSSES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "clip": ("vanilla", TOKEN_MEAN, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9}, {}),
@@ -85,6 +94,9 @@ LOSSES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.05, "clip_cov_ub": 5.0},
     ),
     "kl-cov": ("kl_cov", TOKEN_MEAN, {}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}),
+    "tis": _importance_sampling("token", 1.1),
+    "tis-sequence": _importance_sampling("sequence", 2.0),
+    "icepop": _importance_sampling("token", "0.8_1.25"),
 }
 
 #: Seed of torch's generator before each call: clip_cov draws.

@@ -264,3 +264,44 @@ def pspo_equation(smoothing: float) -> Reference:
         return equations.token_mean(mask, term)
 
     return Reference("its equation token by token", compute, {"smoothing": smoothing})
+
+
+def _equation(term_of: Callable[..., Callable[[int, int], equations.Term]], **settings: Any) -> Reference:
+    """A method's terms, written out from (new, old, advantages, mask) and its settings."""
+
+    def compute(batch: Batch) -> tuple[float, np.ndarray]:
+        arrays = _numpy(batch)
+        return equations.token_mean(arrays[-1], term_of(*arrays, **settings))
+
+    named = ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
+    return Reference(f"its equation token by token ({named})", compute, settings)
+
+
+def m2po_equation(second_moment: float) -> Reference:
+    """-r A, without the fewest of the tokens pushed away that bring the mean square within the bound."""
+    return _equation(equations.m2po_term, second_moment=second_moment)
+
+
+def cppo_equation(**settings: float) -> Reference:
+    """DPPO's term where the weighted change fits in what the prefix has left."""
+    return _equation(equations.cppo_term, **settings)
+
+
+def ipo_equation(probability_bound: float, kl_coef: float) -> Reference:
+    """The policy gradient where the probability moved little, and the squared log-ratio everywhere."""
+    return _equation(equations.ipo_term, probability_bound=probability_bound, kl_coef=kl_coef)
+
+
+def drpo_equation(probability_bound: float) -> Reference:
+    """r A less the quadratic in the probability's change."""
+    return _equation(equations.drpo_term, probability_bound=probability_bound)
+
+
+def mis_equation(**settings: Any) -> Reference:
+    """The weighted policy gradient of the responses inside the band."""
+    return _equation(equations.mis_term, **settings)
+
+
+def decoupled_clip_equation(**settings: float) -> Reference:
+    """PPO's clip around the interpolated policy, weighted by how far that is from the sampler's."""
+    return _equation(equations.decoupled_clip_term, **settings)

@@ -23,6 +23,8 @@ def call(name: str, *tokens: Tensor, **options: Any) -> PolicyLoss:
         for side, value in zip(("new", "old"), tokens[:2], strict=True):
             value = value.nan_to_num().clamp(-20, -1e-3)
             options.setdefault(side, torch.stack((value, (-value.exp()).log1p()), -1))
+    if name == "decoupled_clip":
+        options.setdefault("lag", 4)
     if name == "clip_cov":
         options.setdefault("generator", torch.Generator().manual_seed(0))
     return LOSSES[name](*tokens, **options)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import oracles
 from tether.losses import ProjectedTokens, project_tokens
-from tether.projection import SparseLogProbs
+from tether.projection import SparseLogProbs, geodesic
+from tether.projection.solve import Root
 
 B, T, V, BOUND = 3, 5, 9, 0.05
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
@@ -94,3 +95,16 @@ def test_a_projection_that_cannot_reach_the_bound_says_how_far_it_got() -> None:
     assert bool(tokens.projected)
     assert math.isinf(tokens.kl.item())
     assert tokens.projected_kl.item() == pytest.approx(p * math.log(2 * p) + q * math.log(2 * q), rel=1e-9)
+
+
+def test_rows_on_which_the_solver_fails_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver that gives up on every row: the metric counts what is outside, the result stays inside."""
+    plain, *_ = _tokens(None)
+    assert plain.metrics(MASK)["unconverged"].item() == 0
+    monkeypatch.setattr(geodesic, "solve_increasing", lambda _, bound, low, *__: Root(low, bound < 0))
+    tokens, *_ = _tokens(None)
+    counted = MASK > 0
+    assert 0 < int((tokens.projected & counted).sum()) < int(counted.sum())
+    assert torch.equal(tokens.converged[counted], ~tokens.projected[counted])
+    assert tokens.metrics(MASK)["unconverged"] == tokens.metrics(MASK)["projected"]
+    assert float(tokens.projected_kl[tokens.projected & counted].max()) <= BOUND

@@ -53,7 +53,7 @@ def _loss(hidden: Tensor, weight: Tensor, ids: Tensor, rows: Any, options: dict[
 @pytest.mark.parametrize(
     "rows", [slice(None), [0, 3, 4, 17, 38, 39], [5], []], ids=["all", "some", "one", "none"]
 )
-def test_kept_logits_give_the_gradients_of_logits_formed_again(
+def test_kept_give_the_gradients_of_logits_formed_again(
     setting: str, rows: Any, products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight, ids = _inputs()
@@ -92,9 +92,9 @@ def test_nothing_is_kept_where_nothing_will_be_differentiated() -> None:
     found = linear_log_probs(hidden, weight, ids)
     assert found.log_probs.grad_fn is not None
     node = found.log_probs.grad_fn
-    assert node.kept_logits.shape == (N, V)  # the pass without gradient before it did not stand in the way
+    assert node.kept.shape == (N, V)  # the pass without gradient before it did not stand in the way
     found.log_probs.sum().backward()
-    assert node.kept_logits is None
+    assert node.kept is None
 
 
 @pytest.mark.parametrize("rows", [slice(None), [0, 3, 4, 17, 38], []], ids=["all", "some", "none"])

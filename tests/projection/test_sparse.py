@@ -15,7 +15,7 @@ import oracles
 from rounding import SUMMED_ANOTHER_WAY, error_of, unit_of
 from tether.errors import InvalidInputError
 from tether.projection import SparseLogProbs, project_categorical, project_sparse
-from tether.projection.sparse import EMPTY, select_support, top_k_lowest_id, union_of_ids
+from tether.projection.support import EMPTY, select_support, top_k_lowest_id, union_of_ids
 
 INF = math.inf
 

@@ -5,16 +5,20 @@ A module of its own, because the tests on two processes and on Ray build the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
@@ -23,22 +27,22 @@ from verl.workers.config import (
     PolicyLossConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from tether.integrations.verl import MODEL_TYPE, TROLLPolicyLossConfig
-from tether.integrations.verl.carrier import FIELDS
 
 VOCABULARY = 61
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY) -> Path:
     """Two layers; the head is sharpened, since random heads are nearly uniform."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=2,
@@ -46,7 +50,7 @@ def save_tiny_model(folder: Path) -> Path:
             num_key_value_heads=1,
             head_dim=16,
             max_position_embeddings=64,
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
         )
     )
     with torch.no_grad():
@@ -129,6 +133,30 @@ def _keep_gradients(worker: TrainingWorker) -> None:
     worker.engine.optimizer_step = optimizer_step
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Lets verl's engine run in float64: a projection onto a small ball magnifies rounding."""
+    build = FSDPEngineWithLMHead._build_fsdp_module
+
+    def without_autocast(engine: Any, module: Any) -> Any:
+        built = build(engine, module)
+        engine._autocast_dtype = torch.float32  # verl's way of saying none
+        return built
+
+    with (
+        patch.object(PrecisionType, "to_dtype", staticmethod(lambda name: getattr(torch, name))),
+        patch.object(FSDPEngineWithLMHead, "_build_fsdp_module", without_autocast),
+    ):
+        yield
+
+
+#: What `make_actor` takes as engine settings then.
+FLOAT64: dict[str, Any] = {
+    "model_dtype": "float64",
+    "mixed_precision": {"param_dtype": "float64", "reduce_dtype": "float64", "buffer_dtype": "float64"},
+}
+
+
 def acting(**settings: Any) -> TROLLPolicyLossConfig:
     """TROLL with a ball so small that one step of the tiny model leaves it."""
     return TROLLPolicyLossConfig(**{"troll_kl_bound": 0.002, **settings})
@@ -179,6 +207,18 @@ class Rollouts:
             ],
         )
 
+    @classmethod
+    def long(cls, sequences: int, prompt: int, response: int) -> Rollouts:
+        """All of one length."""
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(length: int) -> list[torch.Tensor]:
+            return list(torch.randint(1, VOCABULARY, (sequences, length), generator=generator))
+
+        signs = [1.0 if i % 2 else -1.0 for i in range(sequences)]
+        masks = list(torch.ones(sequences, response, dtype=torch.int64))
+        return cls(draw(prompt), draw(response), masks, [torch.full((response,), s) for s in signs])
+
     def part(self, rows: slice) -> Rollouts:
         """Some of the sequences: what one of several processes has."""
         return Rollouts(
@@ -209,7 +249,7 @@ class Rollouts:
         """verl's old pass, and what an update needs of it."""
         scored = actor.infer_batch(self.batch(calculate_entropy=True, compute_loss=False))
         mask = jagged(self.masks)
-        fields = {name: scored[name] for name in FIELDS if name in scored.keys()}  # noqa: SIM118
+        fields = {name: scored[name] for name in scored.keys() if name.startswith("troll_old_")}  # noqa: SIM118
         fields["old_log_probs"] = response_from_nested(scored["log_probs"], mask)
         fields["advantages"] = jagged(self.advantages)
         return fields | {name: jagged(value) for name, value in self.extra.items()}

@@ -20,9 +20,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from tether.integrations.verl.carrier import FIELDS
 from tether.integrations.verl.engines import _ulysses_shard
-from tether.integrations.verl.losses import Partition, RecordOldPolicy, TROLLLoss
+from tether.integrations.verl.layout import Partition
+from tether.integrations.verl.losses import RecordOldPolicy, TROLLLoss
+from tether.integrations.verl.store import OldPolicyStore
+from tether.integrations.verl.views import _OPEN_SEAM, HiddenView, LogitsView
 from tether.integrations.verl.vocabulary import vocabulary_partition
 
 PARTITION = Partition(sequence=_ulysses_shard, vocabulary=lambda columns: None)
@@ -96,15 +98,14 @@ def split_vocabulary(group: Any, rank: int) -> tuple[float, torch.Tensor, torch.
         rows = {name: value[0].split(widths) for name, value in values.items()}
         return {n: jagged([part[:k] for part, k in zip(r, lengths, strict=True)]) for n, r in rows.items()}
 
-    settings = acting(troll_top_k=8)
-    record = RecordOldPolicy(settings, partition)
+    settings = acting(troll_top_k=8, troll_support="bucket")
+    view, store = LogitsView(settings, partition), OldPolicyStore(False, 0, keeps_head=False)
+    record = RecordOldPolicy(view, partition, store)
     scored = outputs(record(student_logits=old[None], data=rollouts.batch(), data_format="thd"))
     record(model_output=scored, data=rollouts.batch())
-    fields = {name: scored[name] for name in FIELDS}
-    fields["old_log_probs"] = response_from_nested(scored["log_probs"], jagged(rollouts.masks))
-    fields["advantages"] = jagged(rollouts.advantages)
+    fields = _fields(scored, rollouts)
     data = rollouts.batch(fields, dp_size=1, batch_num_tokens=21, global_batch_size=4)
-    loss_function = TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, partition)
+    loss_function = TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, view, partition, store)
     seen = outputs(loss_function(student_logits=new[None], data=data, data_format="thd"))
     loss, _ = loss_function(model_output=seen, data=data)
     (gradient,) = torch.autograd.grad(loss, new)
@@ -112,33 +113,68 @@ def split_vocabulary(group: Any, rank: int) -> tuple[float, torch.Tensor, torch.
     return loss.item(), torch.cat(parts), fields["troll_old_ids"].values()
 
 
-def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
-    """TROLL's and verl's unclipped loss of scripted rollouts, and their gradients in the logits, [nnz, V]."""
-    rollouts, head = Rollouts.scripted(), Head(group)
-    generator = torch.Generator().manual_seed(7)
-    positions = sum(len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True))
-    old = torch.randn(positions, VOCABULARY, generator=generator)
-    new = old + 0.2 * torch.randn(positions, VOCABULARY, generator=generator)
-    batch = partial(
-        rollouts.batch, calculate_entropy=False, dp_size=1, batch_num_tokens=21, global_batch_size=4
-    )
-    seam = {"distillation_use_topk": True, "distillation_only": True}
-    settings = acting(troll_top_k=8)
-    with torch.no_grad():
-        scored, _ = head.run(old, batch(**seam), RecordOldPolicy(settings, PARTITION))
-    fields = {name: scored[name] for name in FIELDS}
+def _fields(scored: dict[str, torch.Tensor], rollouts: Rollouts) -> dict[str, torch.Tensor]:
+    """What an update needs of the old pass."""
+    fields = {name: value for name, value in scored.items() if name.startswith("troll_old_")}
     fields["old_log_probs"] = response_from_nested(scored["log_probs"], jagged(rollouts.masks))
     fields["advantages"] = jagged(rollouts.advantages)
+    return fields
+
+
+class Weights:
+    """Stands in for the engine's LM head: the weights and no FSDP."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight.requires_grad_()
+
+    def weights(self, *_: Any) -> tuple[torch.Tensor, None]:
+        return self.weight, None
+
+    def gathered(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
+def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
+    """Losses of scripted rollouts, and their gradients in what the engine hands over, [nnz, V or D].
+
+    verl's unclipped one and TROLL's of logits; TROLL's of hidden states, whose record stays local or travels.
+    """
+    rollouts, head = Rollouts.scripted(), Head(group)
+    later = rollouts.part(slice(1, 4))  # so that slices of the update are others than those of the old pass
+    generator = torch.Generator().manual_seed(7)
+    lengths = [len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
+    hidden = torch.randn(sum(lengths), 16, generator=generator)
+    weight = torch.randn(VOCABULARY, 16, generator=generator)
+    old = torch.randn(sum(lengths), VOCABULARY, generator=generator)
+    noise = torch.randn(sum(lengths), VOCABULARY, generator=generator)
+    counts = {"calculate_entropy": False, "dp_size": 1, "batch_num_tokens": 15, "global_batch_size": 3}
     results = {}
-    for name, data, loss_function in (
-        (
-            "troll",
-            batch(dict(fields), **seam),
-            TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, PARTITION),
-        ),
-        ("verl", batch(dict(fields)), partial(ppo_loss, config=_config(unclipped(), **NO_CLIP))),
+    for name, settings in (
+        ("troll", acting(troll_top_k=8, troll_support="bucket")),
+        ("exact local", acting(troll_top_k=8)),
+        ("exact queue", acting(troll_top_k=8, troll_old_store="queue")),
+        ("verl", unclipped()),
     ):
-        leaf = new.clone().requires_grad_()
+        store = OldPolicyStore(name != "exact queue", 0, keeps_head=False)
+        view: Any = LogitsView(acting(troll_top_k=8, troll_support="bucket"), PARTITION)
+        before, after = old, old + 0.2 * noise
+        if name.startswith("exact"):
+            view = HiddenView(settings, PARTITION, Weights(weight), 1.0, store)  # type: ignore[arg-type]
+            before, after = hidden, hidden + 0.05 * noise[:, :16]
+        with torch.no_grad(), store.recording():
+            data = rollouts.batch(**counts, **_OPEN_SEAM)
+            scored, _ = head.run(before, data, RecordOldPolicy(view, PARTITION, store))
+        fields = {
+            name: jagged(list(value.unbind()[1:4])) for name, value in _fields(scored, rollouts).items()
+        }
+        if name == "verl":
+            data = later.batch(fields, **counts)
+            loss_function: Any = partial(ppo_loss, config=_config(settings, **NO_CLIP))
+        else:
+            data = later.batch(fields, **counts, **_OPEN_SEAM)
+            ppo = partial(ppo_loss, config=_config(settings))
+            loss_function = TROLLLoss(ppo, settings, view, PARTITION, store)
+        leaf = after[lengths[0] :].clone().requires_grad_()
         _, (loss, _) = head.run(leaf, data, loss_function)
         loss.backward()
         results[name] = (loss.item(), leaf.grad)

@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from actor import NO_CLIP, Rollouts, acting, gradients, largest_difference, make_actor, parameters, unclipped
+from actor import (
+    NO_CLIP,
+    Rollouts,
+    acting,
+    gradients,
+    jagged,
+    largest_difference,
+    make_actor,
+    parameters,
+    unclipped,
+)
 from verl.utils import tensordict_utils as tu
 
 from tether.integrations.verl import TROLLPolicyLossConfig
+from tether.integrations.verl.store import HANDLE
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -45,7 +56,7 @@ def test_the_reference_pass_of_a_lora_actor_records_nothing(model: Path) -> None
         rollouts.batch(calculate_entropy=False, compute_loss=False, no_lora_adapter=True)
     )
     assert not [name for name in scored.keys() if name.startswith("troll")]  # noqa: SIM118
-    assert "troll_old_ids" in rollouts.score(actor)
+    assert HANDLE in rollouts.score(actor)
 
 
 def test_a_second_scoring_of_the_same_batch_leaves_the_old_policy_alone(model: Path) -> None:
@@ -68,14 +79,15 @@ def test_gradient_checkpointing_changes_nothing(model: Path) -> None:
     assert largest_difference(first_gradients, second_gradients) < 1e-5
 
 
-def test_mini_batches_and_epochs_carry_their_distributions_along(model: Path) -> None:
+@pytest.mark.parametrize("support", ["exact", "bucket"])
+def test_mini_batches_and_epochs_carry_their_distributions_along(model: Path, support: str) -> None:
     """verl's own loop over shuffled mini-batches, against the same updates one by one."""
     rollouts = Rollouts.scripted(8)
-    loop = make_actor(model, acting(troll_top_k=8))
-    old = rollouts.score(loop)
+    settings = {"troll_top_k": 8, "troll_support": support}
+    loop = make_actor(model, acting(**settings))
     output = loop.train_mini_batch(
         rollouts.batch(
-            old,
+            rollouts.score(loop),
             calculate_entropy=False,
             global_batch_size=4,
             mini_batch_size=4,
@@ -87,17 +99,18 @@ def test_mini_batches_and_epochs_carry_their_distributions_along(model: Path) ->
     metrics = tu.get(output, "metrics")
     assert len(metrics["actor/troll/kl_mean"]) == 4
 
-    single = make_actor(model, acting(troll_top_k=8))
-    halves = [rollouts.part(slice(0, 4)), rollouts.part(slice(4, 8))]
-    scored = [half.score(single) for half in halves]
+    single = make_actor(model, acting(**settings))
+    old = rollouts.score(single)
+    halves = [slice(0, 4), slice(4, 8)]
     expected = [
-        half.update(single, part)["actor/troll/kl_mean"]
+        rollouts.part(half).update(single, {name: jagged(old[name].unbind()[half]) for name in old})
         for _ in range(2)
-        for half, part in zip(halves, scored, strict=True)
+        for half in halves
     ]
-    assert [float(value) for value in metrics["actor/troll/kl_mean"]] == pytest.approx(expected, abs=1e-5)
+    kl = [part["actor/troll/kl_mean"] for part in expected]
+    assert [float(value) for value in metrics["actor/troll/kl_mean"]] == pytest.approx(kl, abs=1e-5)
     assert largest_difference(parameters(loop), parameters(single)) < 1e-5
-    assert expected[0] < 1e-6 < expected[-1]
+    assert kl[0] < 1e-6 < kl[-1]
 
 
 def test_a_resumed_actor_takes_the_same_steps(model: Path, tmp_path: Path) -> None:

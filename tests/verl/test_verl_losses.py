@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from actor import (
+    FLOAT64,
     NO_CLIP,
     Rollouts,
     acting,
@@ -67,41 +68,44 @@ def test_everything_around_the_policy_loss_is_verls(
     assert largest_difference(parameters(plain), parameters(ours)) > 1e-4  # it was not ignored
 
 
-def test_micro_batches_change_nothing(model: Path) -> None:
+@pytest.mark.parametrize("support", ["exact", "bucket"])
+def test_micro_batches_change_nothing(model: Path, float64: None, support: str) -> None:
     """Loss, gradients and metrics of a mini-batch are the same however it is cut."""
     rollouts, results = Rollouts.scripted(), []
     for micro_batch in (1, 4):
-        settings = acting(troll_top_k=8)
-        actor = make_actor(model, settings, micro_batch=micro_batch)
+        settings = acting(troll_top_k=8, troll_support=support)
+        actor = make_actor(model, settings, micro_batch=micro_batch, engine_settings=FLOAT64)
         old = rollouts.score(actor)
         rollouts.update(actor, old)
         results.append((rollouts.update(actor, old), gradients(actor)))
     (first, first_gradients), (second, second_gradients) = results
     for name in first:
-        if name.startswith("actor/troll/") or name == "loss":
-            assert first[name] == pytest.approx(second[name], rel=1e-5, abs=1e-6), name
-    assert largest_difference(first_gradients, second_gradients) < 1e-5
+        if (name.startswith("actor/troll/") and not name.endswith("_seconds")) or name == "loss":
+            assert first[name] == pytest.approx(second[name], rel=1e-6, abs=1e-6), name
+    assert largest_difference(first_gradients, second_gradients) < 1e-6
     assert first["actor/troll/projected"] > 0.2
 
 
-def test_dynamic_batches_keep_each_token_with_its_distribution(model: Path) -> None:
+@pytest.mark.parametrize("support", ["exact", "bucket"])
+def test_dynamic_batches_keep_each_token_with_its_distribution(
+    model: Path, float64: None, support: str
+) -> None:
     """verl sorts sequences by length into micro-batches and restores their order afterwards."""
     rollouts, results = Rollouts.scripted(8), []
     for dynamic in (False, True):
         engine = {
+            **FLOAT64,
             "use_dynamic_bsz": dynamic,
             "max_token_len_per_gpu": 24,
-            "infer_max_token_len_per_gpu": 24,
+            "infer_max_token_len_per_gpu": 32,
         }
-        actor = make_actor(model, acting(troll_top_k=8), engine_settings=engine)
+        settings = acting(troll_top_k=8, troll_support=support)
+        actor = make_actor(model, settings, engine_settings=engine)
         old = rollouts.score(actor)
         rollouts.update(actor, old)
-        results.append((old, rollouts.update(actor, old)["loss"]))
-    (first, first_loss), (second, second_loss) = results
-    for name in ("troll_old_ids", "troll_old_log_probs", "troll_old_count"):
-        for a, b in zip(first[name].unbind(), second[name].unbind(), strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-    assert first_loss == pytest.approx(second_loss, abs=1e-5)
+        results.append((rollouts.update(actor, old)["loss"], gradients(actor)))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    assert largest_difference(results[0][1], results[1][1]) < 1e-6
 
 
 def test_a_batch_of_which_nothing_counts_moves_nothing(model: Path) -> None:
@@ -153,7 +157,8 @@ def test_other_losses_run_untouched(model: Path) -> None:
 def test_what_was_recorded_is_the_old_policys(model: Path) -> None:
     """The sampled tokens' old log-probabilities are those verl keeps, and the kept ids the most likely."""
     rollouts = Rollouts.scripted()
-    actor = make_actor(model, TROLLPolicyLossConfig(troll_top_k=5, troll_mass=1.0))
+    settings = TROLLPolicyLossConfig(troll_top_k=5, troll_mass=1.0, troll_old_store="queue")
+    actor = make_actor(model, settings)
     theirs = make_actor(model, unclipped())
     old, their_old = rollouts.score(actor), rollouts.score(theirs)
     mask = jagged(rollouts.masks).values() > 0

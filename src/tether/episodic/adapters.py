@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Self
 
 import gymnasium
 import numpy as np
 
 from tether.episodic.episodes import EnvSpec, Episode, FloatArray, Start
 from tether.errors import ConfigError, InvalidInputError, SimulationError
-
-SuccessRule = Literal["any", "last"]
 
 
 class PositionControlledEnv(ABC):
@@ -31,10 +29,9 @@ class PositionControlledEnv(ABC):
     Args:
         env: an environment with flat (one-dimensional) `Box` observation and action spaces.
         env_id: the name used in messages and in `EnvSpec`.
-        success_rule: overrides the class's rule.
 
     Raises:
-        ConfigError: spaces of another kind, or an unknown success rule.
+        ConfigError: spaces of another kind.
     """
 
     num_dof: ClassVar[int]
@@ -49,31 +46,26 @@ class PositionControlledEnv(ABC):
     context_indices: tuple[int, ...] | None = None
     """Entries of the first observation that describe the task; None takes all of them."""
 
-    success_rule: SuccessRule = "any"
-    """Whether one successful step makes a successful episode ("any") or the last step decides ("last")."""
-
     headline: ClassVar[str] = "success"
     """The number the task is judged by."""
 
     extra_names: ClassVar[tuple[str, ...]] = ()
     """Entries of the last step's ``info`` kept as numbers of the episode."""
 
+    event_key: ClassVar[str | None] = None
+    """The entry of ``info`` that turns true, and stays true, with the event after which rewards no longer
+    depend on what the robot does (a ball is hit, the robot has taken off)."""
+
     refused_extras: ClassVar[Mapping[str, float]] = {}
     """The extras of an episode that was refused."""
 
-    def __init__(
-        self, env: gymnasium.Env[Any, Any], env_id: str, *, success_rule: SuccessRule | None = None
-    ) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
         for name, space in (("observation", env.observation_space), ("action", env.action_space)):
             if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
                 raise ConfigError(
                     f"{env_id}: the {name} space is {space}, but trajectories need a one-dimensional Box. "
                     "Wrap the environment, e.g. in gymnasium.wrappers.FlattenObservation."
                 )
-        if success_rule is not None:
-            if success_rule not in get_args(SuccessRule):
-                raise ConfigError(f"success_rule is one of {get_args(SuccessRule)}; got {success_rule!r}.")
-            self.success_rule = success_rule
         self.env = env
         self.env_id = env_id
         self._action_low = np.asarray(env.action_space.low, dtype=np.float64)  # type: ignore[attr-defined]
@@ -108,6 +100,10 @@ class PositionControlledEnv(ABC):
         over the steps, so that every segment of the motion is blamed for its part.
         """
         return None
+
+    def motion_rewards(self, rewards: FloatArray, desired_positions: FloatArray) -> FloatArray:
+        """An executed episode's rewards [T], where the desired motion [T, D] itself has a price."""
+        return rewards
 
     # What every robot shares.
 
@@ -165,22 +161,26 @@ class PositionControlledEnv(ABC):
         positions = np.empty((self.horizon + 1, self.num_dof))
         rewards = np.zeros(self.horizon)
         observations[0], positions[0] = self._first_observation, self.joint_positions()
-        succeeded, length = False, self.horizon
+        success = success_any = False
+        length, event_step = self.horizon, -1
         info: dict[str, Any] = {}
         for t in range(self.horizon):
             action = self.action(desired_positions[t], desired_velocities[t])
             action = np.minimum(np.maximum(action, self._action_low), self._action_high)
             observation, reward, terminated, truncated, info = self.env.step(action)
             observations[t + 1], rewards[t], positions[t + 1] = observation, reward, self.joint_positions()
-            success_now = self.step_success(info)
-            succeeded = success_now if self.success_rule == "last" else succeeded or success_now
+            success = self.step_success(info)
+            success_any |= success
+            if event_step < 0 and self.event_key is not None and info[self.event_key]:
+                event_step = t
             if terminated or truncated:
                 length = t + 1
                 observations[length + 1 :], positions[length + 1 :] = observations[length], positions[length]
                 break
         self._check_finite(seed, observations, rewards)
         extras = {name: float(info[name]) for name in self.extra_names}
-        return Episode(observations, rewards, positions, length, succeeded, extras)
+        rewards = self.motion_rewards(rewards, desired_positions)
+        return Episode(observations, rewards, positions, length, success, success_any, extras, event_step)
 
     def _refused(self, penalty: float) -> Episode:
         # All at the first step it would be in no segment whose first point lies behind it.
@@ -191,6 +191,7 @@ class PositionControlledEnv(ABC):
             positions=np.tile(self.joint_positions(), (self.horizon + 1, 1)),
             length=0,
             success=False,
+            success_any=False,
             extras=dict(self.refused_extras),
         )
 

@@ -72,6 +72,10 @@ class EpisodicConfig:
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--workers"])] = 2
     """Simulator processes; 0 simulates in the training process. Changes no result."""
 
+    learner_threads: int = 1
+    """Processor threads of learning, while the simulators wait. Large batches gain from more; another number
+    rounds differently."""
+
     motion: ProDMPConfig = field(default_factory=ProDMPConfig)
     """The movement primitive."""
 
@@ -89,7 +93,7 @@ class EpisodicConfig:
 
     def __post_init__(self) -> None:
         for name in ("iterations", "episodes", "evaluate_every", "evaluation_episodes", "checkpoint_every",
-                     "keep_checkpoints"):  # fmt: skip
+                     "keep_checkpoints", "learner_threads"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_workers < 0:
@@ -165,6 +169,10 @@ class UpdateConfig:
 
     segment_points: int = 25
     """Points at which a motion is cut; the segments are one fewer (TCE)."""
+
+    shift_rewards: bool = True
+    """Count what is earned from the task's event on (a ball is hit, the robot takes off) at the event's
+    step, where the critic can see what it is for (TCE)."""
 
     include_last_reward: bool = False
     """Let the last segment run to the end of the episode; the paper's ends at the last point (TCE)."""

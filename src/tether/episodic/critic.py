@@ -38,11 +38,11 @@ class CriticConfig:
     normalise_targets: bool = False
     """Predict values in running standard deviations from their running mean."""
 
-    time_input: bool = False
-    """Show the critic of states how much of the episode is over; the paper does not (TCE)."""
+    time_input: bool = True
+    """Show the critic of states how many seconds of the episode are over (TCE)."""
 
     state_stride: int = 1
-    """Fit on every n-th state of an episode, from a random first one on; the paper takes all (TCE)."""
+    """Fit on every n-th state of an episode, from a random first one on; published is every one (TCE)."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:

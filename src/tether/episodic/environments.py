@@ -23,7 +23,7 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
     Args:
         env_id: a registered id; "package.module:id" imports that module first, so that an environment of
             your own reaches the sampler's worker processes too.
-        options: ``success_rule`` for the adapter, everything else for ``gymnasium.make``.
+        options: for ``gymnasium.make``.
 
     Raises:
         ConfigError: an unknown id; the message names the nearest known one. Or a module that cannot be
@@ -54,6 +54,9 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
         raise ConfigError(
             f"{env_id} is registered with {adapter!r}, which is no PositionControlledEnv class."
         )
-    success_rule = options.pop("success_rule", None)
-    env = gymnasium.make(name, disable_env_checker=True, **options)
-    return adapter(env, env_id, success_rule=success_rule)
+    if "success_rule" in options:
+        raise ConfigError(
+            "The option success_rule is gone: every run measures success at the last step (success) and at "
+            "any step (success_any). Leave it out."
+        )
+    return adapter(gymnasium.make(name, disable_env_checker=True, **options), env_id)

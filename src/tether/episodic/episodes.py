@@ -82,9 +82,16 @@ class Episode:
     trajectory: its return, spread evenly)."""
 
     success: bool
+    """At the last step taken."""
+
+    success_any: bool
+    """At any step."""
 
     extras: dict[str, float]
     """Numbers of the episode, e.g. "max_height"; the keys are the adapter's `extra_names`."""
+
+    event_step: int = -1
+    """The first step after which the adapter's `event_key` held; -1 if it never did."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,13 @@ class Episodes:
     """[E, T]"""
 
     success: NDArray[np.bool_]
-    """[E]"""
+    """At the last step taken, [E]."""
+
+    success_any: NDArray[np.bool_]
+    """At any step, [E]."""
+
+    event_steps: NDArray[np.int64]
+    """The step of each episode's event (`PositionControlledEnv.event_key`), [E]; -1 where there was none."""
 
     positions: FloatArray
     """[E, T + 1, D], where the joints really were (the desired trajectory is what they were asked)."""
@@ -148,6 +161,8 @@ def stack_episodes(episodes: Sequence[Episode]) -> Episodes:
         observations=np.stack([episode.observations for episode in episodes]),
         rewards=np.stack([episode.rewards for episode in episodes]),
         success=np.array([episode.success for episode in episodes], dtype=np.bool_),
+        success_any=np.array([episode.success_any for episode in episodes], dtype=np.bool_),
+        event_steps=np.array([episode.event_step for episode in episodes], dtype=np.int64),
         positions=np.stack([episode.positions for episode in episodes]),
         lengths=np.array([episode.length for episode in episodes], dtype=np.int64),
         extras={name: np.array([e.extras[name] for e in episodes]) for name in episodes[0].extras},
@@ -156,7 +171,7 @@ def stack_episodes(episodes: Sequence[Episode]) -> Episodes:
 
 def concatenate_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Batches as one, in order."""
-    arrays = ("observations", "rewards", "success", "positions", "lengths")
+    arrays = ("observations", "rewards", "success", "success_any", "event_steps", "positions", "lengths")
     return Episodes(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         extras={name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},

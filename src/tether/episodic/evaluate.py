@@ -19,7 +19,10 @@ class Evaluation:
     """What became of E episodes."""
 
     success: NDArray[np.bool_]
-    """[E]"""
+    """At the last step, [E]."""
+
+    success_any: NDArray[np.bool_]
+    """At any step, [E]."""
 
     returns: FloatArray
     """Sum of rewards, [E]."""
@@ -40,8 +43,9 @@ class Evaluation:
     def summary(self) -> dict[str, float]:
         """Means over the episodes; the names of a deterministic evaluation end in ``_greedy``."""
         suffix = "_greedy" if self.deterministic else ""
-        success = self.success.astype(np.float64)
-        numbers = {"success": success, "return": self.returns, "jerk": self.jerk, **self.extras}
+        shares = {"success": self.success, "success_any": self.success_any}
+        numbers = {name: share.astype(np.float64) for name, share in shares.items()}
+        numbers |= {"return": self.returns, "jerk": self.jerk, **self.extras}
         return {f"{name}{suffix}": mean_of_known(values) for name, values in numbers.items()}
 
 
@@ -103,4 +107,6 @@ def evaluate_learner(
     learner.generator.set_state(before)
     episodes = sampler.execute(motions.positions, motions.velocities)
     jerk = root_mean_square_jerk(episodes.positions, learner.spec.dt)
-    return Evaluation(episodes.success, episodes.returns, jerk, episodes.extras, deterministic)
+    return Evaluation(
+        episodes.success, episodes.success_any, episodes.returns, jerk, episodes.extras, deterministic
+    )

@@ -15,6 +15,8 @@ def metric_text(name: str) -> str:
     """
     if name == "success_greedy":
         return "greedy success"
+    if name.startswith("success_any"):
+        return metric_text(name.replace("success_any", "success")) + " at any step"
     measure = name.removesuffix("_greedy")
     words = plain_metric_text(measure) + (" of the mean motion" if measure != name else "")
     return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
@@ -23,11 +25,16 @@ def metric_text(name: str) -> str:
 PANELS = (
     PanelSpec(
         "success", "Success", "episodes that succeed",
-        "Share of evaluation episodes that reach the goal.", source="eval", percent=True,
+        "Share of evaluation episodes that succeed at their last step.", source="eval", percent=True,
     ),
     PanelSpec(
         "success_greedy", "Success of the mean motion", "episodes that succeed",
-        "Share of evaluation episodes that reach the goal with the mean motion, without exploration.",
+        "Share of evaluation episodes that succeed at their last step with the mean motion, without "
+        "exploration.", source="eval", percent=True,
+    ),
+    PanelSpec(
+        "success_any_greedy", "Success of the mean motion at any step", "episodes that succeed",
+        "Share of evaluation episodes that succeed at some step with the mean motion, the last or another.",
         source="eval", percent=True,
     ),
     PanelSpec(
@@ -39,7 +46,8 @@ PANELS = (
         "Mean sum of rewards when the mean motion is executed, without exploration.", source="eval",
     ),
     PanelSpec("success", "Success while training", "episodes that succeed",
-              "Share of training episodes, exploration included, that reach the goal.", percent=True),
+              "Share of training episodes, exploration included, that succeed at their last step.",
+              percent=True),
     PanelSpec("return_mean", "Return while training", "return of an episode",
               "Mean sum of rewards over training episodes, exploration included."),
     PanelSpec("entropy", "Entropy", "entropy (nats)", "How widely the policy explores."),
@@ -71,6 +79,7 @@ EPISODIC_RUNS = RunKind(
     displayed={
         "success": ("success", "{:.1%}"),
         "success_greedy": ("greedy", "{:.1%}"),
+        "success_any_greedy": ("greedy, any step", "{:.1%}"),
         "return_mean": ("return", "{:.3g}"),
         "max_height_greedy": ("greedy height", "{:.2f} m"),
         "kl_mean_part": ("KL mean", "{:.2g}"),

@@ -13,6 +13,7 @@ from tether.episodic.policy import WeightDistribution
 from tether.episodic.segments import (
     gae_returns,
     normalised,
+    rewards_at_event,
     segment_advantages,
     segment_log_probs,
     segment_points,
@@ -42,11 +43,15 @@ class TCE(OnPolicyLearner):
         return self.spec.observation_size + self.config.critic.time_input
 
     def _critic_inputs(self, episodes: Episodes) -> torch.Tensor:
-        """The state before each step, [E, T, O], and the time if the critic is told."""
+        """The state before each step, [E, T, O], and the time if the critic is told.
+
+        The policy decides at time 0, so it has no use for a clock: the weights of an input that is always 0
+        get no gradient, and change no output.
+        """
         observations = self._tensor(episodes.observations[:, :-1])
         if not self.config.critic.time_input:
             return observations
-        passed = torch.linspace(0.0, 1.0, observations.shape[1], dtype=self.dtype)
+        passed = self.spec.dt * torch.arange(observations.shape[1], dtype=self.dtype)
         return torch.cat((observations, passed[:, None].expand(*observations.shape[:2], 1)), dim=-1)
 
     def _learn(self, motions: SampledMotions, episodes: Episodes, progress: float) -> dict[str, float]:
@@ -54,6 +59,8 @@ class TCE(OnPolicyLearner):
         config = self.config.update
         states = self._critic_inputs(episodes)
         rewards = self._tensor(episodes.rewards)
+        if config.shift_rewards:
+            rewards = rewards_at_event(rewards, torch.as_tensor(episodes.event_steps))
         self.critic.observe(states)
         with torch.no_grad():
             values = self.critic(states)

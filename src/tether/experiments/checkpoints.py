@@ -50,11 +50,7 @@ def step_of(path: Path) -> int | None:
 
 
 def start_checkpoint(root: Path, step: int) -> Path:
-    """An empty folder for the checkpoint of ``step``; the rest of an attempt that was killed is removed.
-
-    Raises:
-        CheckpointError: that step has a complete checkpoint already.
-    """
+    """An empty folder for the checkpoint of ``step``; the rest of an attempt that was killed is removed."""
     folder = root / step_name(step)
     if (folder / COMPLETE).exists():
         raise CheckpointError(
@@ -67,11 +63,7 @@ def start_checkpoint(root: Path, step: int) -> Path:
 
 
 def complete_checkpoint(root: Path, step: int) -> Checkpoint:
-    """Force the files of a checkpoint to the disk, then write `COMPLETE`, their sizes and SHA-256, into it.
-
-    Raises:
-        CheckpointError: there is no such folder, or it is empty.
-    """
+    """Force a checkpoint's files to the disk, then write `COMPLETE`, their sizes and SHA-256, into it."""
     folder = root / step_name(step)
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:
@@ -120,16 +112,7 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
 
 
 def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpoint | None:
-    """The newest complete checkpoint whose files are as they were written; None if there is none.
-
-    Args:
-        root: the folder of checkpoints.
-        damaged: ``"refuse"`` to stop at a damaged one, ``"skip"`` to warn and look at the one before.
-
-    Raises:
-        CheckpointError: the newest is damaged and ``damaged`` is ``"refuse"``.
-        InvalidInputError: another value of ``damaged``.
-    """
+    """The newest complete checkpoint whose files are as they were written; None if there is none."""
     if damaged not in get_args(Damaged):
         raise InvalidInputError(f"damaged={damaged!r}: use 'refuse' or 'skip'.")
     found = complete_checkpoints(root)
@@ -178,9 +161,6 @@ def prune_checkpoints(root: Path, keep: int) -> list[int]:
 
     The newest complete checkpoint always stays, and folders not (yet) complete are not touched.
     Returns the steps deleted.
-
-    Raises:
-        InvalidInputError: ``keep`` below 1.
     """
     if keep < 1:
         raise InvalidInputError(f"keep={keep}: at least the newest checkpoint must stay; give 1 or more.")

@@ -1,15 +1,16 @@
-"""Files that are either whole or not there, and JSON that keeps NaN and infinity."""
+"""Files that are either whole or not there, JSON that keeps NaN and infinity, and locked folders."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tether.errors import CheckpointError, InvalidInputError
 
@@ -59,11 +60,7 @@ def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
 
 
 def write_all(file: RawIOBase, data: bytes) -> None:
-    """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short.
-
-    Raises:
-        OSError: the disk is full, or another reason of the system's.
-    """
+    """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
@@ -87,9 +84,6 @@ def dump_json(value: object, indent: int | None = None) -> str:
     finite becomes ``{"$float": "nan"}`` (``"inf"``, ``"-inf"``), which `load_json` turns back. Paths are
     written as strings; zero-dimensional arrays and tensors as numbers.
 
-    Raises:
-        InvalidInputError: something JSON cannot hold.
-
     >>> dump_json({"kl_bound": float("inf"), "step": 3})
     '{"kl_bound": {"$float": "inf"}, "step": 3}'
     """
@@ -110,9 +104,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, without a last line that was cut in the middle of its writing.
 
     A line counts once its line end is there. A missing file holds no lines.
-
-    Raises:
-        CheckpointError: a complete line that is not a JSON object.
     """
     if not path.exists():
         return []
@@ -174,3 +165,59 @@ def _decoded(value: dict[str, Any]) -> Any:
     if len(value) == 1 and _FLOAT_TAG in value:
         return float(value[_FLOAT_TAG])
     return value
+
+
+class FolderLock:
+    """Keep two processes from writing one folder.
+
+    The operating system drops the lock when the process ends, however it ends, and forked children (data
+    loaders, simulators) do not inherit it: nothing has to be cleaned up after ``kill -9``.
+
+    Args:
+        folder: what is locked.
+        wait: wait for whoever holds the lock.
+    """
+
+    NAME = ".lock"
+
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
+        self._file = open(folder / self.NAME, "a+b")  # noqa: SIM115 - held until release()
+        try:
+            _lock(self._file.fileno(), wait)
+        except OSError as error:
+            self._file.seek(0)
+            holder = self._file.read().decode(errors="replace").strip() or "unknown"
+            self._file.close()
+            raise CheckpointError(
+                f"{folder} is being written by another process (id {holder}). "
+                "Wait for it or stop it, or choose another output folder."
+            ) from error
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()).encode())
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others write; doing it twice is harmless."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(handle: int, wait: bool) -> None:
+        # Far past the end, since Windows would refuse others the reading of locked bytes.
+        os.lseek(handle, 1 << 30, os.SEEK_SET)
+        msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, 0, os.SEEK_SET)
+
+else:
+    import fcntl
+
+    def _lock(handle: int, wait: bool) -> None:
+        fcntl.lockf(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
 import os
+import runpy
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
-from tether.errors import TetherError
-from tether.experiments.forked import ForkedProcess, preload
+from tether.errors import ConfigError, TetherError
 from tether.experiments.progress import Displayed, SeveralRuns
 from tether.experiments.runs import RunFolder
 
@@ -37,6 +41,8 @@ class Job:
     """How many steps it will do."""
     weight: float = 1.0
     """How long it takes relative to others; what the time left is estimated from."""
+    in_part: bool = False
+    """Whether a checkpoint of its last step completes it, though the run itself goes on."""
 
     @property
     def log(self) -> Path:
@@ -45,7 +51,11 @@ class Job:
 
     def finished(self) -> bool:
         """Whether its run is complete."""
-        return (self.folder / "config.json").is_file() and RunFolder.open(self.folder).finished
+        if not (self.folder / "config.json").is_file():
+            return False
+        run = RunFolder.open(self.folder)
+        last = run.latest_checkpoint() if self.in_part else None
+        return run.finished or (last is not None and last.step >= self.steps)
 
 
 def run_jobs(
@@ -79,9 +89,6 @@ def run_jobs(
 
     Returns:
         The jobs that are not finished because the time was up; empty otherwise.
-
-    Raises:
-        RunFailedError: naming the run, with the last lines it printed.
     """
     if preloaded:
         preload(preloaded, environment or {})
@@ -110,12 +117,7 @@ def run_jobs(
     return queue.unfinished
 
 
-class _Process(Protocol):
-    """What a queue asks of a process."""
-
-    def poll(self) -> int | None: ...
-    def terminate(self) -> None: ...
-    def wait(self) -> int: ...
+_Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 
 class _Queue:
@@ -158,7 +160,10 @@ class _Queue:
 
     def stop(self) -> None:
         """Ask what runs to save and stop; whatever was finished by then counts."""
-        _stop(self.running.values())
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            process.wait()
         for job in list(self.running):
             if job.finished():
                 self._note_end(job, self.running.pop(job).wait())
@@ -185,6 +190,68 @@ def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
         )
 
 
+class ForkedProcess:
+    """A ``python -m MODULE ...`` command in a fork, with what a queue uses of `subprocess.Popen`.
+
+    Not where an accelerator is used: its driver does not survive a fork.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        if tuple(command[:2]) != (sys.executable, "-m") or len(command) < 3:
+            raise ConfigError(
+                f"Only python -m MODULE can be forked, got {' '.join(command[:3])!r}. Run it without preload."
+            )
+        context = multiprocessing.get_context("forkserver")
+        variables = {**os.environ, **environment}
+        self._process = context.Process(target=_run_module, args=(tuple(command[2:]), str(log), variables))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Ask it to save and stop."""
+        if self._process.is_alive():
+            self._process.terminate()
+
+    def wait(self) -> int:
+        """Wait until it has ended; its exit code."""
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Start the server of forks, which imports these modules first, with `environment` besides ours."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r} to preload.", name=module)
+    forkserver.set_forkserver_preload(list(modules))
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run_module(command: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    """In the fork: become what `subprocess.Popen` would have started."""
+    os.setsid()  # Ctrl-C reaches only the parent, which passes it on, once
+    os.environ.clear()
+    os.environ.update(environment)
+    output, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((output, 1), (output, 2), (nothing, 0)):
+        os.dup2(source, target)
+    os.close(output)
+    os.close(nothing)
+    sys.argv = list(command)
+    sys.path.insert(0, os.getcwd())  # as python -m has it
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
 def _failure(job: Job, code: int) -> str | None:
     """What to say of a process that ended before its run was finished."""
     if code == 0 and job.finished():
@@ -195,11 +262,3 @@ def _failure(job: Job, code: int) -> str | None:
         f"The run {job.name} in {job.folder} ended with exit code {code} before it was finished. Its last "
         f"lines:\n{last}\nAll of them are in {job.log}. The same command continues where it stopped."
     )
-
-
-def _stop(processes: Iterable[_Process]) -> None:
-    remaining = list(processes)
-    for process in remaining:
-        process.terminate()
-    for process in remaining:
-        process.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,14 @@ MEMORY_METRICS = {
 """Under which name a step's peak is logged, and what it measures, relative to usage when training started."""
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""What Linux takes in ``clear_refs`` as "forget the largest resident set" (proc(5))."""
 
 
-class PeakMemory(ABC):
-    """Measure the most memory a step uses, relative to usage when measuring began.
+class PeakMemory:
+    """Measure the most memory a step uses, relative to usage when measuring began; `peak_memory` makes one.
 
     Create it once everything is loaded, `restart` it before each step and read `peak` after it. What was
     loaded by then (libraries, weights, data) does not count; gradients, the optimizer's moments, activations,
     logits and whatever a method keeps of the old policy do. In bytes; zero where a step needed nothing more.
-
-    `peak_memory` returns the kind that suits a device.
     """
 
     metric: str
@@ -37,19 +33,19 @@ class PeakMemory(ABC):
     def __init__(self) -> None:
         self._origin = self._in_use()
 
-    @abstractmethod
     def restart(self) -> None:
         """Forget earlier peaks."""
+        raise NotImplementedError
 
     def peak(self) -> int:
         """The most since `restart`, beyond the origin."""
         return max(0, self._highest() - self._origin)
 
-    @abstractmethod
-    def _in_use(self) -> int: ...
+    def _in_use(self) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _highest(self) -> int: ...
+    def _highest(self) -> int:
+        raise NotImplementedError
 
 
 class _Allocated(PeakMemory):
@@ -72,19 +68,16 @@ class _Allocated(PeakMemory):
 
 
 class _Resident(PeakMemory):
-    """Pages of this process in main memory, as the kernel counts them.
+    """Pages of this process in main memory, as the Linux kernel counts them.
 
-    torch does not count tensors on a CPU. Pages are what a machine runs out of, but they are blurred by what
-    the C library keeps for reuse: some ten megabytes, nothing beside the logits of a real vocabulary.
-
-    `restart` resets the kernel's own mark, so that other tools, too, read the peak since the last step
-    (``VmHWM``, ``ru_maxrss``).
+    torch does not count tensors on a CPU. Pages are blurred by what the C library keeps for reuse: some ten
+    megabytes. `restart` resets the kernel's own mark, which other tools read too (``VmHWM``, ``ru_maxrss``).
     """
 
     metric = "resident_bytes_max"
 
     def restart(self) -> None:
-        _CLEAR.write_text(_RESET_PEAK)
+        _CLEAR.write_text("5")  # "forget the largest resident set", proc(5)
 
     def _in_use(self) -> int:
         return _from_status("VmRSS")
@@ -101,18 +94,47 @@ def peak_memory(device: torch.device | str) -> PeakMemory | None:
 
     >>> peak_memory("mps") is None
     True
-    >>> memory = peak_memory("cpu")
-    >>> if memory is not None:
-    ...     memory.restart()
-    ...     block = torch.ones(16 * 2**20)
-    ...     peak = memory.peak()  # 64 MB, less what the rest of the process gives back meanwhile
     """
     device = torch.device(device)
     if device.type == "cuda":
         return _Allocated(device)
-    if device.type != "cpu" or not _can_reset():
+    if device.type != "cpu":
         return None
-    return _Resident()
+    try:
+        memory = _Resident()
+        memory.restart()
+        memory.peak()
+    except (OSError, LookupError):  # no such mark
+        return None
+    return memory
+
+
+class StepMeter:
+    """Measure each step of a training run alone, whatever happens between steps: `begin`, the step, `end`.
+
+    On a CPU the processor time of all threads is measured besides the memory, because other processes disturb
+    it less than the wall's.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._memory = peak_memory(device)
+        self._on_cpu = torch.device(device).type == "cpu"
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._memory is not None:
+            self._memory.restart()
+        self._began = time.process_time()
+
+    def end(self) -> dict[str, float]:
+        """What the step took, as metrics: bytes (see `MEMORY_METRICS`) and seconds of all threads."""
+        found: dict[str, float] = {}
+        if self._on_cpu:
+            found["processor_seconds"] = time.process_time() - self._began
+        if self._memory is not None:
+            found[self._memory.metric] = self._memory.peak()
+        return found
 
 
 def largest_peak(records: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
@@ -144,16 +166,6 @@ def peak_at_end(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_memory_bytes": value,
         "peak_memory_of": f"{MEMORY_METRICS[name]}, beyond the start of training",
     }
-
-
-def _can_reset() -> bool:
-    """Whether the kernel keeps a mark of the largest resident set and lets this process reset it."""
-    try:
-        _CLEAR.write_text(_RESET_PEAK)
-        _from_status("VmHWM")
-    except (OSError, LookupError):
-        return False
-    return True
 
 
 def _from_status(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Figures of one style: curves with intervals over seeds, labelled at their ends, in light and dark."""
+"""Figures of one style: curves with intervals over seeds, in light and dark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from tether.errors import InvalidInputError, MissingDependencyError
 from tether.experiments.files import atomic_write_bytes
-from tether.experiments.plot_labels import End, label_ends, legend_below, name_line
 from tether.experiments.statistics import Curve, CurveBand, mean_curve
 
 if TYPE_CHECKING:
@@ -52,8 +51,9 @@ _FIXED_COLOURS = {
     "troll": 0, "tce": 0, "clip": 1, "ppo_clip": 1, "bbrl": 1, "none": 7, "unclipped": 7,
     "no trust region": 7,
 }  # fmt: skip
-LONGEST_AT_LINE_END = 18
-"""Labels longer than this stand below the axes: beside the lines they would leave these no room."""
+
+LONGEST_BESIDE_ANOTHER = 18
+"""Labels longer than this stand one below the other."""
 
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
@@ -99,10 +99,6 @@ def palette(labels: Sequence[str], theme: Theme = "light") -> dict[str, str]:
 def curves_figure(panel: Panel, theme: Theme = "light", *, width: float = 5.2, height: float = 3.2) -> Figure:
     """One panel as a figure, with a thin line a run and the mean with its 95 % interval over runs.
 
-    Raises:
-        InvalidInputError: no curve has a point to draw.
-        MissingDependencyError: matplotlib is not installed.
-
     >>> figure = curves_figure(Panel("Success", {"troll": [Curve([0, 10], [0.3, 0.6])]}, percent=True))
     >>> figure.axes[0].get_title(loc="left")
     'Success'
@@ -120,7 +116,7 @@ def small_multiples(
 ) -> Figure:
     """Several panels in a grid; ``width`` and ``height`` are those of one panel, in inches.
 
-    Labels keep their colour over all panels. They stand where the lines end, or, if one is long, below.
+    Labels keep their colour over all panels and are named once, below them.
     """
     if not panels:
         raise InvalidInputError("No panels to draw.")
@@ -133,16 +129,19 @@ def small_multiples(
         figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
         labels = _named(panels)
-        drawn = []
         for index, panel in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, index + 1)
-            drawn.append((axes, _draw(axes, panel, labels, theme)))
-        if any(len(label) > LONGEST_AT_LINE_END for label in labels):
-            legend_below(figure, {end.label: end for _, ends in drawn for end in ends}.values())
-            return figure
-        figure.draw_without_rendering()  # settles the layout
-        for axes, ends in drawn:
-            label_ends(axes, ends)
+            _draw(figure.add_subplot(rows, columns, index + 1), panel, labels, theme)
+        named = {
+            name: line
+            for axes in figure.axes
+            for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        lines = -(-len(named) // (1 if max(map(len, named)) > LONGEST_BESIDE_ANOTHER else 3 * columns))
+        figure.set_size_inches(width * columns, height * rows + 0.19 * lines)
+        figure.legend(
+            named.values(), named, loc="outside lower left", ncols=-(-len(named) // lines), borderpad=0.1,
+            labelspacing=0.25,
+        )  # fmt: skip
         return figure
 
 
@@ -153,25 +152,20 @@ def _named(panels: Sequence[Panel]) -> list[str]:
     )
 
 
-def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list[End]:
-    """Everything but the labels, which need the layout settled; returns where those go."""
+def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> None:
     colours, places = palette(labels, theme), _colour_indices(labels)
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     if panel.log:
         axes.set_yscale("log", nonpositive="mask")
-    ends: list[End] = []
     for label, curves in panel.curves.items():
         drawable = [shown for shown in (_drawable(curve, panel.log) for curve in curves) if shown is not None]
-        if not drawable:
-            continue
-        if label in panel.background:
+        if drawable and label in panel.background:
             _draw_background(axes, drawable, theme)
-            continue
-        dash = _DASHES[places[label] // len(COLOURS[theme].cycle) % len(_DASHES)]
-        height = _draw_label(axes, drawable, colours[label], dash, panel.markers)
-        ends.append(End(label, colours[label], dash, height))
+        elif drawable:
+            dash = _DASHES[places[label] // len(COLOURS[theme].cycle) % len(_DASHES)]
+            _draw_label(axes, drawable, label, colours[label], dash, panel.markers)
     if not axes.get_lines():
         raise InvalidInputError(f"Panel {panel.title!r} has no finite value to draw.")
     for height in panel.lines.values():
@@ -180,8 +174,19 @@ def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> list
         )
     _scale(axes, panel)
     for name, height in panel.lines.items():
-        name_line(axes, name, height, COLOURS[theme].text, COLOURS[theme].background)
-    return ends
+        _name_line(axes, name, height, COLOURS[theme])
+
+
+def _name_line(axes: Axes, name: str, height: float, colours: Colours) -> None:
+    """Name a horizontal line above it, or below where the title is near; after the axis has its limits."""
+    _, place = axes.transAxes.inverted().transform(axes.transData.transform((0.0, height)))
+    below = place > 0.9
+    axes.annotate(
+        name, (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, -4 if below else 4),
+        textcoords="offset points", fontsize=8, color=colours.text, va="top" if below else "bottom", zorder=4,
+        # Readable where a curve passes behind it.
+        bbox={"facecolor": colours.background, "edgecolor": "none", "alpha": 0.6, "pad": 0.5},
+    )  # fmt: skip
 
 
 def stacked_bars(
@@ -237,49 +242,20 @@ def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
 
 @contextmanager
 def house_style(theme: Theme = "light") -> Iterator[None]:
-    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards."""
     try:
         import matplotlib
     except ImportError as error:
         raise MissingDependencyError("Figures need matplotlib: pip install 'tether-rl[cli]'.") from error
     colours = COLOURS[theme]
-    style: dict[Any, Any] = {
-        "figure.facecolor": colours.background,
-        "savefig.facecolor": colours.background,
-        "axes.facecolor": colours.background,
-        "axes.edgecolor": colours.muted,
-        "axes.labelcolor": colours.muted,
-        "axes.titlecolor": colours.text,
-        "axes.titlesize": 11.0,
-        "axes.titleweight": "bold",
-        "axes.titlepad": 9.0,
-        "axes.labelsize": 9.0,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": colours.grid,
-        "grid.linewidth": 0.8,
-        "xtick.color": colours.muted,
-        "ytick.color": colours.muted,
-        "xtick.labelsize": 8.5,
-        "ytick.labelsize": 8.5,
-        "ytick.left": False,
-        "ytick.minor.left": False,
-        "text.color": colours.text,
-        "text.parse_math": False,  # a label is a name, whatever signs it holds
-        "font.family": "DejaVu Sans",
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-        "lines.linewidth": 1.9,
-        "lines.solid_capstyle": "round",
+    painted: dict[str, tuple[str, ...]] = {
+        colours.background: ("figure.facecolor", "savefig.facecolor", "axes.facecolor"),
+        colours.muted: ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"),
+        colours.text: ("axes.titlecolor", "text.color"),
+        colours.grid: ("grid.color",),
     }
-    with matplotlib.rc_context(style):
+    style: dict[Any, Any] = {part: colour for colour, parts in painted.items() for part in parts}
+    with matplotlib.rc_context(style, fname=Path(__file__).with_suffix(".mplstyle")):
         yield
 
 
@@ -326,20 +302,21 @@ def _drawable(curve: Curve, log: bool) -> Curve | None:
     return Curve(curve.x[keep], curve.y[keep]) if keep.any() else None
 
 
-def _draw_label(axes: Axes, curves: list[Curve], colour: str, dash: object, markers: bool) -> float:
-    """Draw the runs of one label; returns the y at which its name is to stand."""
-    marker = {"marker": "o", "markersize": 3.6} if markers else {}
+def _draw_label(axes: Axes, curves: list[Curve], label: str, colour: str, dash: Any, markers: bool) -> None:
+    """Draw the runs of one label and their mean; where they cover no common range, one run bears the name."""
+    style: dict[str, Any] = {"color": colour, "linestyle": dash, "label": label}
+    style |= {"marker": "o", "markersize": 3.6} if markers else {}
+    band = band_of(curves) if len(curves) > 1 else None
     if len(curves) == 1:
-        axes.plot(curves[0].x, curves[0].y, color=colour, linestyle=dash, **marker)  # type: ignore[arg-type]
-        return float(curves[0].y[-1])
+        axes.plot(curves[0].x, curves[0].y, **style)
+        return
     for curve in curves:
         axes.plot(curve.x, curve.y, color=colour, linewidth=0.7, alpha=0.28)
-    band = band_of(curves)
     if band is None:
-        return float(curves[-1].y[-1])
+        axes.get_lines()[-1].set_label(label)
+        return
     axes.fill_between(band.x, band.low, band.high, color=colour, alpha=0.17, linewidth=0)
-    axes.plot(band.x, band.mean, color=colour, linestyle=dash, **marker)  # type: ignore[arg-type]
-    return float(band.mean[np.isfinite(band.mean)][-1])
+    axes.plot(band.x, band.mean, **style)
 
 
 def _draw_background(axes: Axes, curves: list[Curve], theme: Theme) -> None:

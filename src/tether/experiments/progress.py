@@ -40,10 +40,6 @@ class TrainingProgress:
         console: a rich console; by default one on standard error.
         clock: seconds from any origin.
 
-    Raises:
-        InvalidInputError: a total below 1.
-        MissingDependencyError: rich is not installed.
-
     >>> import io
     >>> from rich.console import Console
     >>> out = io.StringIO()
@@ -131,9 +127,6 @@ class SeveralRuns:
         displayed: which numbers are shown, and how.
         console: a rich console; by default one on standard error.
         clock: seconds from any origin.
-
-    Raises:
-        MissingDependencyError: rich is not installed.
     """
 
     def __init__(

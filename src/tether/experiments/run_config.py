@@ -97,6 +97,9 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
     return flat
 
 
+NOT_SET = "(not set)"
+
+
 def differences(
     old: RunConfig, new: RunConfig, may_change: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
@@ -110,7 +113,7 @@ def differences(
     changed = {}
     for name in sorted(before.keys() | after.keys()):
         allowed = any(name == free or name.startswith(f"{free}.") for free in may_change)
-        pair = before.get(name, "(not set)"), after.get(name, "(not set)")
+        pair = before.get(name, NOT_SET), after.get(name, NOT_SET)
         if not allowed and not _same(*pair):
             changed[name] = pair
     return changed

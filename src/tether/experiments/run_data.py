@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tether.errors import CheckpointError
 from tether.experiments.peak_memory import largest_peak
 from tether.experiments.run_config import RunConfig
 from tether.experiments.run_kind import Kinds, RunKind, kind_named
-from tether.experiments.run_start import find_runs
 from tether.experiments.runs import RunFolder
 from tether.experiments.statistics import Curve
 
@@ -48,10 +46,11 @@ class RunData:
             CheckpointError: not a run folder.
         """
         folder = RunFolder.open(path)
+        kind = kind_named(folder.config.kind, kinds)
         return cls(
             path=folder.path,
-            config=folder.config,
-            kind=kind_named(folder.config.kind, kinds),
+            config=replace(folder.config, settings=kind.current_settings(folder.config.settings)),
+            kind=kind,
             metrics=folder.metrics(),
             evals=folder.evals(),
             finished=folder.finished,
@@ -124,48 +123,6 @@ class RunData:
             for record in self.metrics
             if is_number(record.get(counted))
         }
-
-
-def load_runs(sources: Iterable[str | Path | RunData], kinds: Kinds | None = None) -> list[RunData]:
-    """Read runs: run folders, folders of runs, tables of studies; runs that were read already are passed on.
-
-    Args:
-        sources: folders, or ``study.csv``, or a part of it as ``study.csv/grid`` or ``study.csv/grid/run``.
-        kinds: what is known of each kind of run.
-
-    Raises:
-        CheckpointError: no such run, a run without a number yet, or runs of several kinds.
-    """
-    runs: dict[Path, RunData] = {}
-    for source in sources:
-        runs |= {run.path: run for run in _runs_of(source, kinds or {})}
-    if not runs:
-        raise CheckpointError("No runs given. Name the folders that training commands wrote.")
-    for run in runs.values():
-        if not run.metrics and not run.evals:
-            raise CheckpointError(
-                f"The run {run.path} is empty: it has measured nothing yet. "
-                "Wait for its first step, or leave it out."
-            )
-    by_kind = {run.config.kind: run.path for run in reversed(runs.values())}
-    if len(by_kind) > 1:
-        named = ", ".join(f"{path} is {kind}" for kind, path in reversed(by_kind.items()))
-        raise CheckpointError(
-            f"Runs of different kinds cannot be compared ({named}). Give one kind at a time."
-        )
-    return list(runs.values())
-
-
-def _runs_of(source: str | Path | RunData, kinds: Kinds) -> list[RunData]:
-    if isinstance(source, RunData):
-        return [source]
-    from tether.experiments.study_table import StudyTable, table_and_part
-
-    found = table_and_part(Path(source))
-    if found is not None:
-        table, part = found
-        return StudyTable(table, kinds).select(*part)
-    return [RunData.read(path, kinds) for path in find_runs([source])]
 
 
 def by_label(runs: Iterable[RunData]) -> dict[str, list[RunData]]:

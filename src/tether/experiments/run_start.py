@@ -1,15 +1,24 @@
-"""What stands in the way of a run beginning, or going on, in a folder; and where runs are."""
+"""What a run begins with: a seed, a folder nothing stands in the way of; and where runs are."""
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tether.errors import CheckpointError, TetherWarning
-from tether.experiments.files import TEMPORARY_PREFIX
-from tether.experiments.locking import FolderLock
-from tether.experiments.run_config import CONFIG_FILE, RunConfig, differences, read_config
+import numpy as np
+import torch
+
+from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.experiments.files import TEMPORARY_PREFIX, FolderLock
+from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
+from tether.experiments.run_kind import Settings
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 FINISHED_FILE = "FINISHED"
 
@@ -42,8 +51,11 @@ def check_target(path: Path, resume: bool) -> bool:
     return False
 
 
-def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) -> RunConfig:
+def resumed_config(
+    path: Path, asked: RunConfig, may_change: Collection[str], current: Callable[[Settings], dict[str, Any]]
+) -> RunConfig:
     old = read_config(path)
+    old = replace(old, settings=current(old.settings))
     changed = differences(old, asked, may_change)
     if changed:
         listed = "; ".join(
@@ -51,7 +63,7 @@ def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) ->
         )
         raise CheckpointError(
             f"{path} holds another run, which cannot be resumed with these settings ({listed}). "
-            "Use the same settings, or another output folder."
+            f"Use the same settings, or another output folder.{_on_retired(old, changed)}"
         )
     if old.versions != asked.versions:
         names = sorted(old.versions.keys() | asked.versions.keys())
@@ -71,12 +83,16 @@ def resumed_config(path: Path, asked: RunConfig, may_change: Collection[str]) ->
     return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """The run folders among and one or more levels below ``paths``, each once, in a stable order.
+def _on_retired(old: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> str:
+    gone = [name for name, (_, now) in changed.items() if now is NOT_SET]
+    if not gone:
+        return ""
+    version = old.versions.get("tether-rl", "of then")
+    return f" There is no setting {', '.join(gone)} any more; Tether {version} goes on with such a run."
 
-    Raises:
-        CheckpointError: a path that does not exist or holds no run.
-    """
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """The run folders among and one or more levels below ``paths``, each once, in a stable order."""
     found: dict[Path, None] = {}
     for given in map(Path, paths):
         runs = [given] if (given / CONFIG_FILE).is_file() else _runs_below(given)
@@ -93,3 +109,47 @@ def _runs_below(path: Path) -> list[Path]:
         if not any(run in folder.parents for run in runs):
             runs.append(folder)
     return runs
+
+
+def seed_everything(seed: int) -> None:
+    """Make a run repeatable: seed Python's, numpy's and torch's generators (all devices).
+
+    Operations that are not deterministic themselves (some CUDA kernels) stay so; see
+    ``torch.use_deterministic_algorithms``.
+
+    >>> seed_everything(3); first = torch.rand(2)
+    >>> seed_everything(3); torch.equal(first, torch.rand(2))
+    True
+    """
+    if not 0 <= seed < 2**32:
+        raise InvalidInputError(f"A seed lies in [0, 2^32); got {seed}.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def as_number(name: str, value: object) -> float | int | bool:
+    """A metric as a plain number.
+
+    >>> as_number("loss", 0.5)
+    0.5
+    """
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", 0) == 0:
+        value = item()
+    if not isinstance(value, int | float):
+        raise InvalidInputError(
+            f"Metric {name!r} must be a number; got a {type(value).__name__}: {value!r:.80}"
+        )
+    return value
+
+
+def summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
+    """Where TensorBoard finds the numbers; those from ``purge_step`` on, of a run cut off, are hidden."""
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Mirroring to TensorBoard needs the package tensorboard: pip install 'tether-rl[cli]'."
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)

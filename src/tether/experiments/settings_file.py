@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from tether.errors import ConfigError, MissingDependencyError, did_you_mean
+from tether.errors import ConfigError, MissingDependencyError
 from tether.experiments.files import atomic_write_text
 
 
-def options_from_file(path: str | Path, config: type[Any] | None = None) -> list[str]:
+def options_from_file(path: str | Path) -> list[str]:
     """The options a YAML file of nested settings stands for.
-
-    Args:
-        path: the file.
-        config: the dataclass the options are for, to check the names; None leaves that to the parser.
-
-    Raises:
-        ConfigError: no such file, not YAML, not a mapping of settings, or a setting that `config` lacks.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w+", suffix=".yaml") as file:
@@ -37,23 +30,7 @@ def options_from_file(path: str | Path, config: type[Any] | None = None) -> list
             f"The settings file {path} must map option names to values, as in 'steps: 100'; it holds "
             f"{type(settings).__name__}."
         )
-    if config is not None:
-        _check_names(path, settings, config)
     return list(_options(settings, ""))
-
-
-def _check_names(path: str | Path, settings: Mapping[str, Any], config: type[Any], prefix: str = "") -> None:
-    types = get_type_hints(config)
-    known = [field.name for field in fields(config)]
-    for key, value in settings.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            raise ConfigError(
-                f"{path} sets {prefix}{key}, which is no option here.{did_you_mean(name, known)} "
-                "--help lists them all."
-            )
-        if is_dataclass(types[name]) and isinstance(value, Mapping):
-            _check_names(path, value, types[name], f"{prefix}{key}.")
 
 
 def write_settings(path: str | Path, config: Any) -> Path:
@@ -74,11 +51,7 @@ def yaml_text(value: object) -> str:
 
 
 def load_yaml(path: Path) -> Any:
-    """The content of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not YAML.
-    """
+    """The content of a YAML file."""
     yaml = _yaml()
     # libyaml, where it was built in, reads what takes seconds in a tenth of that.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tether.errors import CheckpointError, ConfigError
-from tether.experiments.files import atomic_write_text
-from tether.experiments.locking import FolderLock
+from tether.experiments.files import FolderLock, atomic_write_text
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named
+from tether.experiments.run_start import find_runs
 from tether.experiments.settings_file import load_yaml, yaml_text
-from tether.experiments.thinning import thinned
 
 TRAIN, EVAL = "train/", "eval/"
 _KEYS = ("study", "grid", "run", "label", "seed")
 _NOT_COLUMNS = frozenset({"name", "seed"})  # the label, and a column of its own
 
+_Rows = tuple[list[Record], list[Record]]  # of training, of evaluations
 Key = tuple[str, str]
 """A grid and the name of a run in it."""
 
@@ -151,9 +152,49 @@ class StudyTable:
 
     def _run(self, key: Key, record: dict[str, Any], rows: _Rows) -> RunData:
         end = record.pop("end")
-        config = RunConfig(**record)
-        kind = kind_named(config.kind, self._kinds)
-        return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, bool(end), end)
+        kind = kind_named(record["kind"], self._kinds)
+        config = RunConfig(**record | {"settings": kind.current_settings(record["settings"])})
+        return RunData(self.path.joinpath(*key), config, kind, *rows, bool(end), end)
+
+
+def load_runs(sources: Iterable[str | Path | RunData], kinds: Kinds | None = None) -> list[RunData]:
+    """Read runs: run folders, folders of runs, tables of studies; runs that were read already are passed on.
+
+    Args:
+        sources: folders, or ``study.csv``, or a part of it as ``study.csv/grid`` or ``study.csv/grid/run``.
+        kinds: what is known of each kind of run.
+
+    Raises:
+        CheckpointError: no such run, a run without a number yet, or runs of several kinds.
+    """
+    runs: dict[Path, RunData] = {}
+    for source in sources:
+        runs |= {run.path: run for run in _runs_of(source, kinds or {})}
+    if not runs:
+        raise CheckpointError("No runs given. Name the folders that training commands wrote.")
+    for run in runs.values():
+        if not run.metrics and not run.evals:
+            raise CheckpointError(
+                f"The run {run.path} is empty: it has measured nothing yet. "
+                "Wait for its first step, or leave it out."
+            )
+    by_kind = {run.config.kind: run.path for run in reversed(runs.values())}
+    if len(by_kind) > 1:
+        named = ", ".join(f"{path} is {kind}" for kind, path in reversed(by_kind.items()))
+        raise CheckpointError(
+            f"Runs of different kinds cannot be compared ({named}). Give one kind at a time."
+        )
+    return list(runs.values())
+
+
+def _runs_of(source: str | Path | RunData, kinds: Kinds) -> list[RunData]:
+    if isinstance(source, RunData):
+        return [source]
+    found = table_and_part(Path(source))
+    if found is not None:
+        table, part = found
+        return StudyTable(table, kinds).select(*part)
+    return [RunData.read(path, kinds) for path in find_runs([source])]
 
 
 def at_evaluations(run: RunData) -> RunData:
@@ -166,15 +207,47 @@ def at_evaluations(run: RunData) -> RunData:
     return replace(run, metrics=metrics)
 
 
+# What is a state or a running total: its last value, not its mean.
+_LAST = frozenset({"step", "time_s", "tokens", "env_steps", "learning_rate"})
+
+
+def thinned(records: Iterable[Mapping[str, Any]], ends: Iterable[int]) -> list[dict[str, Any]]:
+    """One record for the steps up to each of `ends`: means, of ``..._max`` the largest, of totals the last.
+
+    Values that are not finite are left out of a mean unless there are no others. Thinning twice changes
+    nothing.
+
+    >>> thinned([{"step": 1, "kl_max": 1.0, "loss": 2.0}, {"step": 2, "kl_max": 3.0, "loss": 4.0}], [0, 2])
+    [{'step': 2, 'kl_max': 3.0, 'loss': 3.0}]
+    """
+    rest = sorted(records, key=lambda record: int(record["step"]))
+    result = []
+    for end in sorted(set(ends)):
+        block = [record for record in rest if record["step"] <= end]
+        rest = rest[len(block) :]
+        if block:
+            result.append(_combined(block))
+    return result
+
+
+def _combined(block: list[Mapping[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for record in block for name in record)
+    return {name: _one(name, [record[name] for record in block if name in record]) for name in names}
+
+
+def _one(name: str, values: list[Any]) -> Any:
+    if name in _LAST:
+        return values[-1]
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if name.endswith("_max"):
+        return max(known)
+    finite = [value for value in known if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else known[-1]
+
+
 # ---------------------------------------------------------------------- rows
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one run."""
-
-    train: list[Record]
-    evals: list[Record]
 
 
 def _read_rows(path: Path) -> dict[Key, _Rows]:
@@ -190,9 +263,9 @@ def _read_rows(path: Path) -> dict[Key, _Rows]:
         for line in lines:
             if len(line) != len(header):
                 raise ValueError(f"line {lines.line_num} has {len(line)} cells instead of {len(header)}")
-            rows = found.setdefault((line[place["grid"]], line[place["run"]]), _Rows([], []))
+            rows = found.setdefault((line[place["grid"]], line[place["run"]]), ([], []))
             step = int(line[place["step"]])
-            for group, records in zip(groups, (rows.train, rows.evals), strict=True):
+            for group, records in zip(groups, rows, strict=True):
                 numbers = {name: _number(line[index]) for index, name in group if line[index]}
                 if numbers:
                     records.append({"step": step, **numbers})

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from tether.errors import ConfigError
-from tether.ops import linear_trust_region
+from tether.ops import LinearLogProbs, linear_kl, linear_log_probs, linear_trust_region
+from tether.ops.head import Head
 from tether.projection import ProjectedTokens, SparseLogProbs
 from tether.settings import Region
 
@@ -44,12 +45,15 @@ class OldTokens:
     """None where the head is frozen."""
     kl_bound: float
     region: Region
+    only_kl: bool = False
+    """Measure each token's divergence, certified or not, and find out nothing else of it."""
 
     def __getitem__(self, rows: slice) -> OldTokens:
         """Some of the rows, for scoring loops that take a few at a time."""
         return OldTokens(
-            self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region
-        )
+            self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region,
+            self.only_kl,
+        )  # fmt: skip
 
     def sequences(self, at: tuple[Tensor, Tensor]) -> Tensor | None:
         """The sequence of each token, by row and position; those outside the mask are one of their own."""
@@ -95,6 +99,13 @@ def evaluate_exactly(
     if old.head is not None:  # gathered by every process, whether or not its rows need it
         old_weight = whole(old.head.weight).to(weight.dtype)
         old_bias = None if old.head.bias is None else whole(old.head.bias).to(weight.dtype)
+    at_hand = functools.partial(weights_at_hand, weight, bias)
+    if old.only_kl:
+        kl = linear_kl(
+            hidden, weight, old.hidden[at].to(hidden.device), bias=bias, old_weight=old_weight,
+            old_bias=old_bias, weights_at_hand=at_hand, **transform,
+        )  # fmt: skip
+        return _measured(kl)
     return linear_trust_region(
         hidden,
         weight,
@@ -106,9 +117,70 @@ def evaluate_exactly(
         old_bias=old_bias,
         old_support=old.support[at],
         sequences=old.sequences(at),
-        weights_at_hand=functools.partial(weights_at_hand, weight, bias),
+        weights_at_hand=at_hand,
         **transform,
     )
+
+
+def _measured(kl: Tensor) -> ProjectedTokens:
+    """Tokens of which the divergence alone was asked for."""
+    unknown, nowhere = torch.full_like(kl, torch.nan), torch.zeros_like(kl, dtype=torch.bool)
+    return ProjectedTokens(
+        new_log_probs=unknown, old_log_probs=unknown, projected_log_probs=unknown, regression=unknown, kl=kl,
+        step=unknown, projected=nowhere, tail_mass=unknown, entropy=unknown,
+    )  # fmt: skip
+
+
+def evaluate_on_support(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sampled: Tensor,
+    ids: Tensor | None,
+    head: Head,
+    top_k: int | None = None,
+    mass: float = 1.0,
+) -> tuple[SparseLogProbs, Tensor, Tensor]:
+    """Rows [N, D] on given ids [N, K], or on their own `top_k` most likely ones and the sampled ones [N].
+
+    Returns:
+        The distributions on their support, the sampled tokens' log-probabilities and the entropies, [N].
+    """
+    rows: LinearLogProbs = linear_log_probs(
+        hidden, weight, sampled[:, None] if ids is None else torch.cat((sampled[:, None], ids), -1),
+        bias=bias, top_k=top_k, with_min=top_k is not None, temperature=head.temperature,
+        logit_scale=head.logit_scale, softcap=head.softcap, weights_at_hand=head.weights_at_hand,
+    )  # fmt: skip
+    sampled_log_probs, vocabulary = rows.log_probs[:, 0], head.vocabulary_size or weight.shape[0]
+    if ids is not None:
+        support = SparseLogProbs.from_log_probs(ids, rows.log_probs[:, 1:], vocabulary_size=vocabulary)
+    else:
+        assert rows.top_ids is not None
+        assert rows.top_log_probs is not None
+        support = SparseLogProbs.from_top_k(
+            rows.top_ids,
+            rows.top_log_probs,
+            sampled,
+            sampled_log_probs,
+            mass=mass,
+            vocabulary_size=vocabulary,
+            log_tail_min=rows.log_prob_min,
+        )
+    return support, sampled_log_probs, rows.entropy
+
+
+def head_transform(config: Any) -> tuple[float, float | None]:
+    """Scale and soft cap of a model's logits, for which families have different names."""
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            scale = float(getattr(config, name))
+            break
+    else:
+        scaling = getattr(config, "logits_scaling", None)
+        if scaling is not None:
+            scale = float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
+    return scale, getattr(config, "final_logit_softcapping", None)
 
 
 def whole(parameter: Tensor) -> Tensor:

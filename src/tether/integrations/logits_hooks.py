@@ -122,7 +122,7 @@ def project_on_old_policy(
             wanted[:, 1:], found[:, 1:], vocabulary_size=_vocabulary(logits, shard)
         )
         old = SparseLogProbs(wanted[:, 1:], old.log_probs, old.log_tail, old.log_tail_min)
-    layout = _Layout(sampled_ids.shape[0], sequence_lengths, sampled_ids.device)
+    layout = TokenLayout(sampled_ids.shape[0], sequence_lengths, sampled_ids.device)
     tokens = project_tokens(
         layout.pad_distribution(new),
         layout.pad_distribution(old),
@@ -197,7 +197,7 @@ def _vocabulary(logits: Tensor, shard: VocabularyShard | None) -> int:
     return logits.shape[-1] if shard is None else shard.vocabulary_size
 
 
-class _Layout:
+class TokenLayout:
     """Between the flat list of tokens and the [B, T] of the projection: one long row, or a row a sequence."""
 
     def __init__(self, count: int, lengths: Tensor | None, device: torch.device) -> None:

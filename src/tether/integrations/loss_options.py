@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tether.errors import ConfigError, InvalidInputError, did_you_mean
+from tether.errors import ConfigError, InvalidInputError
 from tether.losses import find_loss
+from tether.signatures import Option, check_known, keywords_of, options_of
 
 #: Given by the trainer, not chosen, to a loss whose signature asks for it: what was sampled, whole
-#: distributions, random numbers, how tokens are averaged.
-_GIVEN = frozenset({"response_ids", "new", "old", "generator", "loss_agg_mode", "max_response_length"})
+#: distributions, how old the data is, random numbers.
+GIVEN = frozenset({"response_ids", "new", "old", "lag", "proximal_log_probs", "generator"})
+
+# Given to every loss: how tokens are averaged.
+_AVERAGING = frozenset({"loss_agg_mode", "max_response_length"})
 
 
-def loss_options(name: str) -> dict[str, Any]:
-    """The settings a loss can be given in a trainer, with their defaults: the keywords of its signature.
+def loss_options(name: str) -> dict[str, Option]:
+    """The settings a loss can be given in a trainer: the keywords of its signature.
 
     Args:
         name: of `tether.losses.LOSSES`, or "package.module:function".
@@ -26,21 +29,17 @@ def loss_options(name: str) -> dict[str, Any]:
         ConfigError: an unknown loss, one without what every trainer gives, or a setting without a default.
 
     Example:
-        >>> loss_options("ppo_clip")
+        >>> {option.name: option.default for option in loss_options("ppo_clip").values()}
         {'clip_ratio_low': 0.2, 'clip_ratio_high': 0.2, 'dual_clip': None}
     """
-    parameters = _keywords(name)
-    lacking = {"loss_agg_mode", "max_response_length"} - parameters.keys()
+    loss = find_loss(name)
+    lacking = _AVERAGING - keywords_of(loss)
     if lacking:
         raise ConfigError(
             f"{name} lacks the keywords {', '.join(sorted(lacking))}, which say how tokens are averaged. "
             "Hand them to tether.losses.aggregate."
         )
-    chosen = {key: parameter for key, parameter in parameters.items() if key not in _GIVEN}
-    without = [key for key, parameter in chosen.items() if parameter.default is parameter.empty]
-    if without:
-        raise ConfigError(f"{name}'s options {', '.join(without)} need defaults.")
-    return {key: parameter.default for key, parameter in chosen.items()}
+    return options_of(loss, name, GIVEN | _AVERAGING)
 
 
 def given_to(name: str, options: Mapping[str, Any]) -> frozenset[str]:
@@ -50,7 +49,7 @@ def given_to(name: str, options: Mapping[str, Any]) -> frozenset[str]:
         >>> sorted(given_to("dppo", {"divergence": "top-k-kl"})), sorted(given_to("clip_cov", {}))
         (['new', 'old'], ['generator'])
     """
-    needed = _keywords(name).keys() & (_GIVEN - {"loss_agg_mode", "max_response_length"})
+    needed = keywords_of(find_loss(name)) & GIVEN
     return frozenset(needed if looks_at_distributions(name, options) else needed - {"new", "old"})
 
 
@@ -62,7 +61,7 @@ def looks_at_distributions(name: str, options: Mapping[str, Any]) -> bool:
         (False, True)
     """
     rule = getattr(find_loss(name), "looks_at_distributions", None)
-    return rule({**loss_options(name), **options}) if rule else "new" in _keywords(name)
+    return rule({**_defaults(name), **options}) if rule else "new" in keywords_of(find_loss(name))
 
 
 def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
@@ -78,13 +77,9 @@ def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
         ...
         tether.errors.ConfigError: cispo has no option 'kl_bound'. It has clip_ratio_low, clip_ratio_high.
     """
-    known = loss_options(name)
-    for option in options:
-        if option not in known:
-            has = f"It has {', '.join(known)}." if known else "It has none."
-            raise ConfigError(f"{name} has no option {option!r}.{did_you_mean(option, known)} {has}")
+    check_known(name, options, loss_options(name))
     try:
-        _try_out(name, {**known, **options})
+        _try_out(name, {**_defaults(name), **options})
     except InvalidInputError as error:
         raise ConfigError(f"{name} refuses its options: {error}") from error
     except TypeError as error:
@@ -92,9 +87,8 @@ def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} cannot compute with {given} ({error}).") from error
 
 
-def _keywords(name: str) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(find_loss(name)).parameters.values()
-    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+def _defaults(name: str) -> dict[str, Any]:
+    return {option.name: option.default for option in loss_options(name).values()}
 
 
 def _try_out(name: str, options: Mapping[str, Any]) -> None:
@@ -103,7 +97,7 @@ def _try_out(name: str, options: Mapping[str, Any]) -> None:
     rows = torch.full((1, 2, 2), 0.5).log()
     available = {
         "response_ids": torch.zeros(1, 2, dtype=torch.long), "new": rows, "old": rows,
-        "generator": torch.Generator(),
+        "lag": torch.ones(1), "proximal_log_probs": None, "generator": torch.Generator(),
     }  # fmt: skip
     given = {key: available[key] for key in given_to(name, options)}
     find_loss(name)(log_probs, log_probs, torch.ones(1), torch.ones(1, 2), **options, **given)

@@ -11,16 +11,23 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from tether.integrations.exact_head import OldTokens, evaluate_exactly, whole
-from tether.ops import LinearLogProbs, linear_log_probs
+from tether.integrations.exact_head import (
+    OldTokens,
+    evaluate_exactly,
+    evaluate_on_support,
+    head_transform,
+    whole,
+)
+from tether.ops.head import Head
+from tether.projection.sampled import renormalise
 from tether.projection.sparse import EMPTY, SparseLogProbs
 
 IGNORED_LABEL = -100
@@ -48,6 +55,7 @@ class SparseHeadOutput(ModelOutput):
     projected_kl: Tensor | None = None
     step: Tensor | None = None
     projected: Tensor | None = None
+    converged: Tensor | None = None
     certified: Tensor | None = None
     uncertain: Tensor | None = None
     tail_mass: Tensor | None = None
@@ -64,15 +72,6 @@ class SparseHeadOutput(ModelOutput):
         return support[:, -tokens:]
 
 
-@dataclass(frozen=True)
-class _Transform:
-    """From the head's raw output to the logits the sampler saw."""
-
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-
-
 def add_sparse_head(
     model: PreTrainedModel,
     temperature: float,
@@ -83,7 +82,8 @@ def add_sparse_head(
     - ``support_top_k=K``: the support is the model's own K most likely ids (cut at `support_mass`)
       and the label: how the old policy is recorded. With ``keep_hidden=True`` the last hidden states too.
     - ``support_ids=[B, T', K]`` for the last T' positions: the support is given: how the new policy
-      is seen on the old one's ids.
+      is seen on the old one's ids. Where ``support_truncated=[B, T']`` is true, nothing else could be
+      sampled: it is renormalised on them, and so is the label's log-probability.
     - ``old_tokens=OldTokens(...)`` for the last T' positions: the new policy is compared with the old one
       over the whole vocabulary, and projected.
 
@@ -97,7 +97,8 @@ def add_sparse_head(
         weights_at_hand: context manager factory around each use of the head's weight and bias, for
             heads sharded at rest.
     """
-    transform = _head_transform(model.config.get_text_config(), temperature)
+    scale, softcap = head_transform(model.config.get_text_config())
+    head = Head(temperature, scale, softcap, model.config.get_text_config().vocab_size)
     previous = model.forward
 
     # Keep the original signature: `generate` validates its model kwargs against it.
@@ -108,6 +109,7 @@ def add_sparse_head(
         support_top_k: int | None = None,
         support_mass: float = 1.0,
         support_ids: Tensor | None = None,
+        support_truncated: Tensor | None = None,
         old_tokens: OldTokens | None = None,
         keep_hidden: bool = False,
         **kwargs: Any,
@@ -117,131 +119,100 @@ def add_sparse_head(
         labels = kwargs.pop("labels")
         kwargs.pop("fused_lm_head", None)
         backbone = _run_backbone(self, *args, **kwargs)
-        head = self.get_output_embeddings()
-        hidden = backbone.last_hidden_state[:, :-1].to(head.weight.device)
-        labels = labels[:, 1:].to(head.weight.device)
-        counted = labels != IGNORED_LABEL
-        # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
-        at = counted.nonzero(as_tuple=True)
-        sampled, ids = labels[at], None
-        weight, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
+        rows = _Rows.of(self.get_output_embeddings(), backbone.last_hidden_state, labels, weights_at_hand)
         if old_tokens is not None:
-            region = evaluate_exactly(
-                hidden[at], weight, bias, sampled, old_tokens,
-                _among_last(old_tokens.mask.shape[1], at, labels), weights_at_hand, **asdict(transform),
-            )  # fmt: skip
-            rows = region.known()
-            rows["log_probs"] = rows.pop("new_log_probs")
-            del rows["old_log_probs"]  # unknown here: they were recorded with the rollouts
-            return SparseHeadOutput(
-                **{name: _spread(values, counted, 0.0) for name, values in rows.items()},
-                aux_loss=_load_balancing_loss(self, backbone, kwargs),
-            )
-        if support_ids is not None:
-            ids = support_ids[_among_last(support_ids.shape[1], at, labels)].to(labels)
-        vocabulary = self.config.get_text_config().vocab_size
-        support, sampled_log_probs, entropy = _evaluate(
-            hidden[at],
-            weight,
-            bias,
-            sampled,
-            ids,
-            support_top_k,
-            support_mass,
-            vocabulary,
-            transform,
-            functools.partial(weights_at_hand, weight, bias),
-        )
-        return SparseHeadOutput(
-            log_probs=_spread(sampled_log_probs, counted, 0.0),
-            entropy=_spread(entropy, counted, 0.0),
-            support_ids=_spread(support.ids, counted, EMPTY),
-            support_log_probs=_spread(support.log_probs, counted, -torch.inf),
-            support_log_tail=_spread(support.log_tail, counted, 0.0),
-            support_log_tail_min=None
-            if support.log_tail_min is None
-            else _spread(support.log_tail_min, counted, 0.0),
-            hidden=hidden if keep_hidden else None,
-            aux_loss=_load_balancing_loss(self, backbone, kwargs),
-        )
+            found = rows.projected(old_tokens, head)
+        else:
+            found = rows.on_support(support_ids, support_truncated, support_top_k, support_mass, head)
+            found["hidden"] = rows.hidden if keep_hidden else None
+        return SparseHeadOutput(**found, aux_loss=_load_balancing_loss(self, backbone, kwargs))
 
     model.forward = types.MethodType(forward, model)
 
 
-def _evaluate(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sampled: Tensor,
-    ids: Tensor | None,
-    top_k: int | None,
-    mass: float,
-    vocabulary: int,
-    transform: _Transform,
-    weights_at_hand: Callable[[], AbstractContextManager[Any]],
-) -> tuple[SparseLogProbs, Tensor, Tensor]:
-    """The support, the sampled tokens' log-probabilities and the entropies of counted rows."""
-    wanted = sampled[:, None] if ids is None else torch.cat((sampled[:, None], ids), -1)
-    rows: LinearLogProbs = linear_log_probs(
-        hidden,
-        weight,
-        wanted,
-        bias=bias,
-        top_k=top_k,
-        with_min=top_k is not None,
-        temperature=transform.temperature,
-        logit_scale=transform.logit_scale,
-        softcap=transform.softcap,
-        weights_at_hand=weights_at_hand,
-    )
-    sampled_log_probs = rows.log_probs[:, 0]
-    if ids is not None:
-        support = SparseLogProbs.from_log_probs(ids, rows.log_probs[:, 1:], vocabulary_size=vocabulary)
-    else:
-        assert rows.top_ids is not None
-        assert rows.top_log_probs is not None
-        support = SparseLogProbs.from_top_k(
-            rows.top_ids,
-            rows.top_log_probs,
-            sampled,
-            sampled_log_probs,
-            mass=mass,
-            vocabulary_size=vocabulary,
-            log_tail_min=rows.log_prob_min,
-        )
-    return support, sampled_log_probs, rows.entropy
+@dataclass(frozen=True)
+class _Rows:
+    """The positions of a batch that count, and the head their hidden states meet."""
+
+    hidden: Tensor
+    """Last hidden states but the last position's, [B, T - 1, D]."""
+    counted: Tensor
+    """Which positions have a label, [B, T - 1]."""
+    at: tuple[Tensor, Tensor]
+    """Their rows and positions, found once: each use of the mask would make an accelerator's host wait."""
+    sampled: Tensor
+    """Their labels, [N]."""
+    weight: Tensor
+    bias: Tensor | None
+    weights_at_hand: Callable[..., AbstractContextManager[Any]]
+
+    @classmethod
+    def of(
+        cls,
+        head: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        weights_at_hand: Callable[..., AbstractContextManager[Any]],
+    ) -> _Rows:
+        hidden, labels = hidden[:, :-1].to(head.weight.device), labels[:, 1:].to(head.weight.device)
+        counted = labels != IGNORED_LABEL
+        rows, positions = counted.nonzero(as_tuple=True)
+        bias = None if head.bias is None else whole(head.bias)
+        sampled = labels[rows, positions]
+        return cls(hidden, counted, (rows, positions), sampled, whole(head.weight), bias, weights_at_hand)
+
+    def projected(self, old: OldTokens, head: Head) -> dict[str, Tensor | None]:
+        """Compared with the old policy over the whole vocabulary, and projected."""
+        region = evaluate_exactly(
+            self.hidden[self.at], self.weight, self.bias, self.sampled, old,
+            self._among_last(old.mask.shape[1]), self.weights_at_hand,
+            temperature=head.temperature, logit_scale=head.logit_scale, softcap=head.softcap,
+        )  # fmt: skip
+        rows = region.known()
+        rows["log_probs"] = rows.pop("new_log_probs")
+        del rows["old_log_probs"]  # unknown here: they were recorded with the rollouts
+        return {name: self._spread(values, 0.0) for name, values in rows.items()}
+
+    def on_support(
+        self, ids: Tensor | None, truncated: Tensor | None, top_k: int | None, mass: float, head: Head
+    ) -> dict[str, Tensor | None]:
+        """On the support given, or the model's own."""
+        if ids is not None:
+            ids = ids[self._among_last(ids.shape[1])].to(self.sampled)
+        at_hand = functools.partial(self.weights_at_hand, self.weight, self.bias)
+        support, log_probs, entropy = evaluate_on_support(
+            self.hidden[self.at], self.weight, self.bias, self.sampled, ids,
+            replace(head, weights_at_hand=at_hand), top_k, mass,
+        )  # fmt: skip
+        if truncated is not None:
+            alone = truncated[self._among_last(truncated.shape[1])]
+            support = renormalise(support, alone)
+            log_probs = torch.where(alone, support.log_prob_of(self.sampled), log_probs)
+        least = support.log_tail_min
+        return {
+            "log_probs": self._spread(log_probs, 0.0),
+            "entropy": self._spread(entropy, 0.0),
+            "support_ids": self._spread(support.ids, EMPTY),
+            "support_log_probs": self._spread(support.log_probs, -torch.inf),
+            "support_log_tail": self._spread(support.log_tail, 0.0),
+            "support_log_tail_min": None if least is None else self._spread(least, 0.0),
+        }
+
+    def _among_last(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The same rows and positions, counted among the last `tokens` of each row."""
+        rows, positions = self.at
+        return rows, positions - (self.counted.shape[1] - tokens)
+
+    def _spread(self, rows: Tensor, fill: float) -> Tensor:
+        """Put rows [N, ...] at their positions; keeps the graph even without any row."""
+        mask = self.counted.view(*self.counted.shape, *[1] * (rows.dim() - 1))
+        return rows.new_full((*self.counted.shape, *rows.shape[1:]), fill).masked_scatter(mask, rows)
 
 
 def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     # Looked up on each call: FSDP and PEFT replace modules after the forward was extended.
     kwargs["use_cache"] = False
     return model.base_model(*args, **kwargs)
-
-
-def _among_last(tokens: int, at: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and positions `at` of `labels` [B, T], counted among the last `tokens` of each row."""
-    rows, positions = at
-    return rows, positions - (labels.shape[1] - tokens)
-
-
-def _spread(rows: Tensor, counted: Tensor, fill: float) -> Tensor:
-    """Put rows [N, ...] where `counted` [B, T] is true; keeps the graph even without any row."""
-    mask = counted.view(*counted.shape, *[1] * (rows.dim() - 1))
-    return rows.new_full((*counted.shape, *rows.shape[1:]), fill).masked_scatter(mask, rows)
-
-
-def _head_transform(config: PretrainedConfig, temperature: float) -> _Transform:
-    """Model families that scale or soft-cap their logits say so under different names."""
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            scale = float(getattr(config, name))
-            break
-    else:
-        scaling = getattr(config, "logits_scaling", None)
-        if scaling is not None:
-            scale = float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
-    return _Transform(temperature, scale, getattr(config, "final_logit_softcapping", None))
 
 
 def _load_balancing_loss(model: Any, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:

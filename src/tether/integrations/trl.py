@@ -11,7 +11,7 @@ from torch import Tensor
 from tether.errors import ConfigError
 
 # First, because it says what to install where TRL is missing or another version.
-from tether.integrations.trl_config import TROLLConfig
+from tether.integrations.trl_config import TROLLConfig, lag_bound
 from tether.losses import PolicyLoss, ProjectedTokens, aggregate, project_tokens, troll_objective
 
 # isort: split
@@ -69,10 +69,13 @@ class TROLLTrainer(ObjectiveTrainer):
                 f"TROLLTrainer needs args=TROLLConfig(output_dir=...), got {type(args).__name__}. "
                 "TROLLConfig takes every argument of GRPOConfig."
             )
-        self.support_top_k, self.support_mass = args.troll_top_k, args.troll_mass
         self.keep_hidden = args.troll_support == "exact"
-        self.pack_sequences = args.troll_pack_sequences
-        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        super().__init__(
+            model, reward_funcs, args, *rest, support_top_k=args.troll_top_k, support_mass=args.troll_mass,
+            pack_sequences=args.troll_pack_sequences, anchor=args.troll_anchor,
+            sampler_weight=args.troll_sampler_weight, sampler_tolerance=args.troll_sampler_tolerance,
+            **kwargs,
+        )  # fmt: skip
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's, which cites TROLL, and Tether's version."""
@@ -105,9 +108,14 @@ class TROLLTrainer(ObjectiveTrainer):
         return project_tokens(
             evaluation.support, old_support(inputs), inputs["completion_ids"], mask,
             log_probs=evaluation.log_probs, old_log_probs=inputs["old_per_token_logps"],
-            kl_bound=settings.troll_kl_bound, region=settings.troll_region,
+            kl_bound=self._bound(inputs), region=settings.troll_region,
             support="paper" if settings.troll_support == "paper" else "bucket",
         )  # fmt: skip
+
+    def _bound(self, inputs: dict[str, Any]) -> float | Tensor:
+        """One for all, or one for each sequence, [B, 1], by how old its sampler is."""
+        bound = lag_bound(self.args)
+        return bound.kl_bound if bound.growth == "constant" else bound.at(self._lag(inputs))[:, None]
 
     def _objective(
         self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from tether.errors import ConfigError, MissingDependencyError, TetherWarning
-from tether.settings import Region, Support, TROLLSettings
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
 
 try:
     import trl
@@ -70,6 +71,33 @@ class TROLLConfig(GRPOConfig):
     troll_region: Region = _option(  # noqa: RUF009
         TROLLSettings.region, "Bound each token's divergence, or the mean over the tokens of a sequence."
     )
+    troll_anchor: Anchor = _option(  # noqa: RUF009
+        "trainer",
+        "Which policy the region is around: the trainer's own when the rollouts began, which TRL scores "
+        "(trainer); or the one that sampled, from the log-probabilities its engine reports, however old it "
+        "is "
+        "(sampler): no scoring pass, and distributions are compared on what was reported (support bucket).",
+    )
+    troll_lag_growth: LagGrowth = _option(  # noqa: RUF009
+        "constant",
+        "Anchor sampler: how the bound grows with the optimizer steps n since the sampler's weights: "
+        "constant, "
+        "linear (1 + rate n), power (1 + n)^rate, or geometric (1 + rate)^n times troll_kl_bound.",
+    )
+    troll_lag_rate: float = _option(0.0, "Anchor sampler: the rate of that growth.")
+    troll_kl_bound_largest: float = _option(math.inf, "Anchor sampler: where that growth ends, in nats.")
+    troll_sampler_weight: float | None = _option(
+        None,
+        "Anchor trainer: weigh the policy gradient by min(pi / sampler, this), the decoupled form, for "
+        "samplers "
+        "that are not the trainer's policy; 2 is usual.",
+    )
+    troll_sampler_tolerance: float | None = _option(
+        None,
+        "vLLM with records: mean difference of log-probabilities to the trainer's own, right after new "
+        "weights, "
+        "above which training stops; by default 1e-3 in float32 and 0.05 in half precision.",
+    )
     troll_pack_sequences: bool = _option(
         False, "Run the model on the tokens of a micro-batch without their padding, back to back."
     )
@@ -83,11 +111,64 @@ class TROLLConfig(GRPOConfig):
             self.steps_per_generation = updates * self.gradient_accumulation_steps
         super().__post_init__()
         TROLLSettings.read(self, "troll_")
+        _check_anchor(self)
         if not isinstance(self.troll_pack_sequences, bool):
             raise ConfigError(
                 f"troll_pack_sequences must be True or False, got {self.troll_pack_sequences!r}."
             )
         _check_combinations(self)
+
+
+def _check_anchor(config: TROLLConfig) -> None:
+    """What belongs to either anchor, and what the sampler's records make of other settings."""
+    sampler = config.troll_anchor == "sampler"
+    try:
+        check_choice("troll_anchor", config.troll_anchor, get_args(Anchor))
+        bound = lag_bound(config)
+    except InvalidInputError as error:
+        raise ConfigError(str(error)) from error
+    grows = bound.growth != "constant"
+    if grows and not sampler:
+        raise ConfigError(
+            f"troll_lag_growth={bound.growth!r} bounds the divergence from the policy that sampled. Set "
+            'troll_anchor="sampler", or leave it constant.'
+        )
+    weight = config.troll_sampler_weight
+    if weight is not None and (sampler or not weight > 0):
+        raise ConfigError(
+            f'troll_sampler_weight={weight} corrects troll_anchor="trainer" for another sampler, by a '
+            "positive "
+            "largest weight such as 2. With the sampler as the anchor there is nothing to correct."
+        )
+    if weight is not None and config.use_vllm and config.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"troll_sampler_weight={weight} and vllm_importance_sampling_correction=True would both weigh "
+            "the "
+            "policy gradient. Choose one."
+        )
+    if not sampler:
+        return
+    if config.troll_support == "paper":
+        raise ConfigError(
+            'troll_support="paper" invents probabilities for the ids whose exact mass a sampler\'s report '
+            "tells. "
+            'Leave troll_support at its default with troll_anchor="sampler".'
+        )
+    own = (config.generation_kwargs or {}).get("temperature", config.temperature)
+    if own != config.temperature:
+        raise ConfigError(
+            f"generation_kwargs samples at temperature {own} and the network is scored at "
+            f"temperature={config.temperature}. Set temperature alone."
+        )
+    config.troll_support = "bucket"
+    config.vllm_importance_sampling_correction = False  # the sampler is the old policy
+
+
+def lag_bound(config: TROLLConfig) -> LagBound:
+    """The bound that a configuration describes."""
+    return LagBound(
+        config.troll_kl_bound, config.troll_lag_growth, config.troll_lag_rate, config.troll_kl_bound_largest
+    )
 
 
 def _check_combinations(config: TROLLConfig) -> None:
@@ -108,6 +189,8 @@ def _check_combinations(config: TROLLConfig) -> None:
             "never leave the trust region. Leave it unset; the projection already bounds each token."
         )
     changed = _reshaped_sampling(config)
+    if config.troll_anchor == "sampler":  # which renormalises the network on what truncation keeps
+        changed = {name: value for name, value in changed.items() if name not in ("top_p", "top_k", "min_p")}
     if changed:
         warnings.warn(
             f"{changed} make the sampler a different policy than the one whose log-probabilities are "

@@ -2,8 +2,8 @@
 
 TRL has no PPO trainer any more. Here the critic is a copy of the policy's backbone with one output,
 trained beside the policy: one step of its own optimizer for each of the policy's, on the same
-responses. The policy's update is whatever the other trainer class makes of the advantages, so every
-trust region can be had with a critic.
+responses. The policy's update is whatever a trainer makes of the advantages, so every trust region can be had
+with a critic.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tether.advantages import gae, whiten
-from tether.errors import CheckpointError, ConfigError
-from tether.integrations.trl_advantages import AdvantageTrainer, rewards_at_the_end
-from tether.integrations.trl_trainer import loss_mask
+from tether.errors import CheckpointError, ConfigError, replaced
+from tether.integrations.trl_advantages import Estimator, rewards_at_the_end
+from tether.integrations.trl_old_policy import loss_mask
 from tether.losses import value_clip
 
 # isort: split
@@ -29,10 +29,34 @@ from safetensors.torch import load_file, save_file
 _CRITIC_FILE = "critic.safetensors"
 _OPTIMIZER_FILE = "critic_optimizer.safetensors"
 
+__getattr__ = replaced(__name__, CriticTrainer="the keyword estimator=CriticOptions() of every trainer")
+
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """How the critic learns."""
+    """PPO's critic: give it to a trainer as `estimator`. Advantages are GAE's, whitened over the batch.
+
+    Logs `critic/value_loss`, `critic/explained_variance` (of the returns of fresh responses by the values
+    before learning from them: 1 is perfect, 0 no better than a constant), `critic/clipped` and
+    `critic/grad_norm`. Checkpoints hold the critic and its optimizer; a resumed run goes on bit for bit.
+
+    One process only, since the critic is no part of what DDP or FSDP wraps.
+
+    Raises:
+        ConfigError: a value out of range, or several processes.
+        CheckpointError: on resuming from a checkpoint without a critic.
+
+    Source: PPO (arXiv 1707.06347), GAE (arXiv 1506.02438).
+
+    Example:
+        ```python
+        trainer = TROLLTrainer(
+            model, reward, args, train_dataset=dataset, estimator=CriticOptions(gae_lambda=0.95)
+        )
+        ```
+    """
+
+    name: ClassVar[str] = "gae"
 
     learning_rate: float = 3e-4
     """Of its AdamW, constant; larger than the policy's, because the critic has to follow it."""
@@ -61,6 +85,10 @@ class CriticOptions:
             )
         if not self.weight_decay >= 0:
             raise ConfigError(f"weight_decay must not be negative, got {self.weight_decay!r}.")
+
+    def start(self, trainer: Any) -> Critic:
+        """A critic for the trainer's model."""
+        return Critic(trainer, self)
 
 
 class ValueModel(nn.Module):
@@ -92,128 +120,73 @@ class ValueModel(nn.Module):
         return self.head(before.to(self.head.weight.dtype)).squeeze(-1)
 
 
-class CriticTrainer(AdvantageTrainer):
-    """Advantages from a critic by GAE, whitened over the batch: PPO; put it before another trainer's class.
+class Critic(Estimator):
+    """A critic that learns beside a trainer's policy."""
 
-    Args besides those of `GRPOTrainer`:
+    name = CriticOptions.name
 
-        critic: how the critic learns.
-
-    Logs `critic/value_loss`, `critic/explained_variance` (of the returns of fresh responses by the values
-    before learning from them: 1 is perfect, 0 no better than a constant), `critic/clipped` and
-    `critic/grad_norm`. Checkpoints hold the critic and its optimizer; a resumed run goes on bit for bit.
-
-    One process only, since the critic is no part of what DDP or FSDP wraps.
-
-    Raises:
-        ConfigError: several processes, or settings out of range.
-        CheckpointError: a checkpoint without a critic.
-
-    Source: PPO (arXiv 1707.06347), GAE (arXiv 1506.02438).
-
-    Example:
-        ```python
-        class PPOWithTROLL(CriticTrainer, TROLLTrainer):
-            pass
-
-        trainer = PPOWithTROLL(model, reward, args, train_dataset=dataset, critic=CriticOptions())
-        ```
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: Any = None,
-        *rest: Any,
-        critic: CriticOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.critic_options = critic or CriticOptions()
-        super().__init__(model, reward_funcs, args, *rest, advantage="gae", **kwargs)
-        if self.accelerator.num_processes > 1:
+    def __init__(self, trainer: Any, options: CriticOptions) -> None:
+        if trainer.accelerator.num_processes > 1:
             raise ConfigError(
-                f"A critic is trained in one process, this is one of {self.accelerator.num_processes}. Start "
-                "without a launcher, or choose an estimator without a critic, such as rloo."
+                f"A critic is trained in one process, this is one of {trainer.accelerator.num_processes}. "
+                "Start without a launcher, or choose an estimator without a critic, such as rloo."
             )
-        critic_model = ValueModel(self.model, pack_sequences=self.pack_sequences)
-        self.critic = critic_model.to(self.accelerator.device).train(self.model.training)
-        options = self.critic_options
-        self.critic_optimizer = torch.optim.AdamW(
-            self.critic.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        self.options = options
+        model = ValueModel(trainer.model, pack_sequences=trainer.pack_sequences)
+        self.model = model.to(trainer.accelerator.device).train(trainer.model.training)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
 
-    def _check_advantage(self) -> None:
-        """GAE is no estimator from rewards alone, and this class's only one."""
-
-    # ------------------------------------------------------------------ advantages
-
-    def _estimate(self, rewards: Tensor, output: dict[str, Any]) -> Tensor:
+    def advantages(self, trainer: Any, rewards: Tensor, output: dict[str, Any]) -> Tensor:
+        """GAE with the values before learning from this batch."""
         mask = loss_mask(output)
-        values = self._old_values(output)
+        values = self._old_values(trainer, output)
         advantages, returns = gae(
-            rewards_at_the_end(rewards.to(values), mask),
-            values,
-            mask,
-            gamma=self.critic_options.gamma,
-            gae_lambda=self.critic_options.gae_lambda,
-        )
+            rewards_at_the_end(rewards.to(values), mask), values, mask,
+            gamma=self.options.gamma, gae_lambda=self.options.gae_lambda,
+        )  # fmt: skip
         # Row by row, so that TRL's shuffle takes them along.
         output["old_values"], output["returns"] = values, returns
-        self._log_critic("explained_variance", explained_variance(values, returns, mask))
+        _log(trainer, "explained_variance", explained_variance(values, returns, mask))
         return whiten(advantages, mask)
 
     @torch.no_grad()
-    def _old_values(self, output: dict[str, Any]) -> Tensor:
+    def _old_values(self, trainer: Any, output: dict[str, Any]) -> Tensor:
         rows = len(output["completion_ids"])
-        size = self.args.per_device_train_batch_size
+        size = trainer.args.per_device_train_batch_size
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         parts = [
-            self._values({key: output[key][start : start + size] for key in keys})
+            self._values(trainer, {key: output[key][start : start + size] for key in keys})
             for start in range(0, rows, size)
         ]
         return torch.cat(parts)
 
-    def _values(self, inputs: dict[str, Any]) -> Tensor:
+    def _values(self, trainer: Any, inputs: dict[str, Any]) -> Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with self.accelerator.autocast():
-            values: Tensor = self.critic(ids, attention_mask, inputs["completion_ids"].shape[1])
+        with trainer.accelerator.autocast():
+            values: Tensor = self.model(ids, attention_mask, inputs["completion_ids"].shape[1])
         return values.float()
 
-    # ------------------------------------------------------------------ learning
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if self.model.training:
-            self._learn_values(inputs)
-        return super()._compute_loss(model, inputs)
-
-    def _learn_values(self, inputs: dict[str, Any]) -> None:
+    def learn(self, trainer: Any, inputs: dict[str, Any]) -> None:
+        """A micro-batch towards the returns; a step of the optimizer where the policy makes one."""
         result = value_clip(
-            self._values(inputs),
-            inputs["old_values"],
-            inputs["returns"],
-            loss_mask(inputs),
-            clip_range=self.critic_options.clip_range,
-        )
-        (result.loss / self.current_gradient_accumulation_steps).backward()
-        self._log_critic("value_loss", result.loss)
-        self._log_critic("clipped", result.metrics["clipped"])
-        if self.accelerator.sync_gradients:  # the last micro-batch of an update
-            norm = nn.utils.clip_grad_norm_(self.critic.parameters(), self.critic_options.max_grad_norm)
-            self._log_critic("grad_norm", norm)
-            self.critic_optimizer.step()
-            self.critic_optimizer.zero_grad()
+            self._values(trainer, inputs), inputs["old_values"], inputs["returns"], loss_mask(inputs),
+            clip_range=self.options.clip_range,
+        )  # fmt: skip
+        (result.loss / trainer.current_gradient_accumulation_steps).backward()
+        _log(trainer, "value_loss", result.loss)
+        _log(trainer, "clipped", result.metrics["clipped"])
+        if trainer.accelerator.sync_gradients:  # the last micro-batch of an update
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
+            _log(trainer, "grad_norm", norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
-    def _log_critic(self, name: str, value: Tensor) -> None:
-        self._metrics["train"][f"critic/{name}"].append(float(value.detach()))
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        weights = {name: tensor.detach().contiguous() for name, tensor in self.critic.state_dict().items()}
+    def save(self, folder: Path) -> None:
+        """The weights and the optimizer's state, as plain tensors."""
+        weights = {name: tensor.detach().contiguous() for name, tensor in self.model.state_dict().items()}
         save_file(weights, folder / _CRITIC_FILE)
         save_file(self._optimizer_tensors(), folder / _OPTIMIZER_FILE)
 
@@ -221,31 +194,31 @@ class CriticTrainer(AdvantageTrainer):
         """AdamW's state by parameter and name: plain tensors, so that no pickle is needed."""
         return {
             f"{parameter}/{name}": value.detach().contiguous()
-            for parameter, tensor in self.critic.named_parameters()
-            for name, value in self.critic_optimizer.state.get(tensor, {}).items()
+            for parameter, tensor in self.model.named_parameters()
+            for name, value in self.optimizer.state.get(tensor, {}).items()
         }
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._load_critic(Path(checkpoint))
-
-    def _load_critic(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
+        """What `save` wrote."""
         missing = [name for name in (_CRITIC_FILE, _OPTIMIZER_FILE) if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
                 f"The checkpoint {folder} has no {' and no '.join(missing)}: it was not written with a "
                 "critic. Continue from one that was, or begin a new run."
             )
-        device = str(self.accelerator.device)
-        self.critic.load_state_dict(load_file(folder / _CRITIC_FILE, device=device))
+        device = str(self.model.head.weight.device)
+        self.model.load_state_dict(load_file(folder / _CRITIC_FILE, device=device))
         state = load_file(folder / _OPTIMIZER_FILE, device=device)
-        for parameter, tensor in self.critic.named_parameters():
+        for parameter, tensor in self.model.named_parameters():
             prefix = f"{parameter}/"
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             if "step" in own:
                 own["step"] = own["step"].cpu()  # where AdamW keeps it
-            self.critic_optimizer.state[tensor] = own
+            self.optimizer.state[tensor] = own
+
+
+def _log(trainer: Any, name: str, value: Tensor) -> None:
+    trainer._metrics["train"][f"critic/{name}"].append(float(value.detach()))
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:

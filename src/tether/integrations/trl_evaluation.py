@@ -83,6 +83,12 @@ class Evaluation:
         parts = [output.hidden[:, -tokens:] for output in self._outputs if output.hidden is not None]
         return torch.cat(parts) if parts else None
 
+    @property
+    def kl(self) -> Tensor:
+        """KL(new || old) of each token over the whole vocabulary, [B, T]; needs `old_tokens`."""
+        tokens = self.log_probs.shape[1]
+        return torch.cat([output["kl"][:, -tokens:] for output in self._outputs])
+
     def projected(self, old_log_probs: Tensor, mask: Tensor, *, bounded: bool) -> ProjectedTokens:
         """What exact evaluation found, [B, T].
 

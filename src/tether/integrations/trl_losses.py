@@ -16,6 +16,7 @@ from tether.errors import ConfigError
 from tether.integrations.loss_options import check_loss_options, given_to
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import old_support
+from tether.integrations.trl_sampler import VERSION
 from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
 from tether.losses import PolicyLoss, ProjectedTokens, find_loss
 
@@ -93,6 +94,8 @@ class PolicyLossTrainer(ObjectiveTrainer):
             "response_ids": lambda: inputs["completion_ids"],
             "new": lambda: evaluation.support,
             "old": lambda: old_support(inputs),
+            "lag": lambda: self._lag(inputs) if VERSION in inputs else self._updates_since_scoring(),
+            "proximal_log_probs": lambda: None,
             "generator": self._generator,
         }
         given = {name: available[name]() for name in given_to(self.policy_loss, self.loss_options)}
@@ -106,6 +109,12 @@ class PolicyLossTrainer(ObjectiveTrainer):
             **self._averaging(),
         )
         return PolicyLoss(result.loss * self._share(inputs), result.metrics)
+
+    def _updates_since_scoring(self) -> int:
+        """Of the batch that is in use; one policy scored all of its completions."""
+        micro_batches = self.args.steps_per_generation * self.num_iterations
+        updates = max(1, micro_batches // self.args.gradient_accumulation_steps)
+        return int(self.state.global_step % updates)
 
     def _generator(self) -> torch.Generator:
         """Random numbers of this micro-batch alone, the same after a resume."""

@@ -129,3 +129,9 @@ def bytes_a_token(batches: list[dict[str, Any]]) -> float | None:
         return None
     tokens = int(torch.stack([part.counted.sum() for part in packed]).sum())
     return sum(part.nbytes for part in packed) / tokens if tokens else None
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -60,23 +60,29 @@ class ResumableTrainer(FittedTrainer):
     _buffered_inputs: list[dict[str, Any]] | None  # GRPOTrainer's: the micro-batches of a batch of rollouts
     _old_head: HeadSnapshot | None
     _train_sampler: Any = None
+    #: The checkpoint that training went on from, if any.
+    resumed_from: Path | None = None
 
     @property
     def _micro_batches_a_rollout(self) -> int:
         """Of a batch of rollouts, over all its uses."""
         return int(self.args.steps_per_generation * self.num_iterations)
 
+    def _checkpoint_folder(self, trial: Any) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First, so that a checkpoint that TRL has finished is whole.
         inside = self._step % self._micro_batches_a_rollout
         if inside and self._buffered_inputs is not None and not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder = self._checkpoint_folder(trial)
             batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
             save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        self.resumed_from = None if checkpoint is None else Path(checkpoint)
         if checkpoint is None:
             return
         self._skip_drawn_epochs(Path(checkpoint))
@@ -198,8 +204,8 @@ def load_rollouts(
         micro_batches.append(packed_from_tensors({**own, **others}))
     old_head = None
     if "head/weight" in tensors:
-        bias = None if head[1] is None else _like(tensors["head/bias"], head[1])
-        old_head = HeadSnapshot(_like(tensors["head/weight"], head[0]), bias)
+        bias = None if head[1] is None else as_sharded(tensors["head/bias"], head[1])
+        old_head = HeadSnapshot(as_sharded(tensors["head/weight"], head[0]), bias)
     return RolloutBatch(micro_batches, old_head, int(notes["done"]))
 
 
@@ -218,7 +224,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(local: Tensor, parameter: Tensor) -> Tensor:
     """A shard as part of a tensor that is sharded as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return local

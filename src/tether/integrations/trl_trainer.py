@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tether.errors import TetherError
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig  # noqa: F401
 from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
+from tether.projection import truncated_weights
 from tether.settings import TROLLSettings
 
 # isort: split
@@ -31,11 +33,23 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
+from tether.integrations.lag_metrics import lag_means, lag_sums
 from tether.integrations.packing import add_packing
+from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl_evaluation import Evaluation
-from tether.integrations.trl_old_policy import IDS, Recorded, bytes_a_token, old_support, pack, unpack
-from tether.integrations.trl_resume import ResumableTrainer
+from tether.integrations.trl_old_policy import (
+    IDS,
+    LOG_TAIL,
+    Recorded,
+    bytes_a_token,
+    loss_mask,
+    old_support,
+    pack,
+    unpack,
+)
+from tether.integrations.trl_sampler import ReportingTrainer
+from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
 from tether.integrations.trl_warnings import warn_of_settings
 
 #: How each of TRL's loss types averages.
@@ -51,25 +65,49 @@ AVERAGES: dict[str, LossAggMode] = {
 _MEASURED_ALREADY = ("kl_mean", "kl_max")
 
 
-class OldPolicyTrainer(ResumableTrainer):
+class OldPolicyTrainer(ReportingTrainer):
     """`GRPOTrainer` that also knows the old policy's token distributions, not just sampled tokens.
 
     On its own it trains exactly as `GRPOTrainer` with the same settings (clip and all) and logs how
     far the new distributions are from the old ones: `trust_region/kl_mean`, `kl_max`. It is the
     baseline to compare with, and the base of `TROLLTrainer`.
+
+    Takes the arguments of `GRPOTrainer` and, as all trainers here, these keywords:
+
+        estimator: what replaces TRL's advantages: a name of `tether.advantages.ADVANTAGES`, your own as
+            "package.module:function", `trl_advantages.FromRewards` with options, or a critic,
+            `trl_critic.CriticOptions`.
+        kl_stop: mean KL(new || old) in nats above which the rest of a batch's updates is skipped; see
+            `trl_kl_stop.StoppableTrainer`.
+        step_back: the divergence in nats that the network itself is held to after each batch, or
+            `trl_step_back.StepBackOptions`.
+        support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
+        pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
+        anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
+            the one that TRL scores; sampler_weight, sampler_tolerance: see `trl_sampler.ReportingTrainer`.
+            (From support_top_k on these are settings of `TROLLConfig` in `TROLLTrainer`.)
+        lag: sample from the policy of so many updates ago; see `trl_lag.LaggedTrainer`.
     """
 
-    support_top_k: int = TROLLSettings.top_k
-    support_mass: float = 1.0
-    #: Whether the old policy's hidden states and LM head are kept, to compare over the whole vocabulary.
+    #: Whether the old policy's hidden states are kept, to compare over the whole vocabulary.
     keep_hidden: bool = False
-    #: Whether a micro-batch goes through the model without its padding; see `tether.integrations.packing`.
-    pack_sequences: bool = False
+    #: Whether the LM head is kept with them, on the accelerator.
+    keep_head: bool = True
     #: Called with (trainer, inputs, projected tokens) after each loss in training; for reports.
     on_tokens: Callable[[Any, dict[str, Any], ProjectedTokens], None] | None = None
     beta: float  # GRPOTrainer's: weight of the reference penalty
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        support_top_k: int = TROLLSettings.top_k,
+        support_mass: float = 1.0,
+        pack_sequences: bool = False,
+        step_back: StepBackOptions | float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.support_top_k, self.support_mass = support_top_k, support_mass
+        self.pack_sequences = pack_sequences
         super().__init__(*args, **kwargs)
         self._recorded: list[Recorded] | None = None  # while fresh completions are scored
         self._old_head: HeadSnapshot | None = None
@@ -81,6 +119,9 @@ class OldPolicyTrainer(ResumableTrainer):
             if self.ref_model is not None:
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
         warn_of_settings(self, self._base_model)
+        self._start_estimator()
+        if step_back is not None:
+            self.add_callback(StepBackCallback(self, step_back))
 
     @property
     def _base_model(self) -> Any:
@@ -93,16 +134,32 @@ class OldPolicyTrainer(ResumableTrainer):
             self._old_head = None  # before the next one is taken, and before generation needs the memory
         try:
             output = super()._generate_and_score_completions(inputs)
-            if "old_per_token_logps" in output:
-                output.update(self._old_policy_pass(output["old_per_token_logps"]).entries())
+            old = self._old_policy(output)
+            if old is not None:
+                output.update(old.entries(), old_per_token_logps=old.log_probs)
                 if training:
                     # Follows its row through TRL's shuffle, so that a report can name the problem.
                     output["rollout_row"] = torch.arange(len(output[IDS]), device=output[IDS].device)
                     self.rollout_rows = list(inputs)
-                    self._old_head = self._snapshot() if self.keep_hidden else None
+                    self._old_head = self._snapshot() if self.keep_hidden and self.keep_head else None
         finally:
             self._recorded = None
         return output
+
+    def _old_policy(self, output: dict[str, Any]) -> Recorded | None:
+        """What the trust region is around: the policy that sampled, or the one that TRL scored, if it did."""
+        if self.anchor == "sampler":
+            assert self._sampler is not None
+            return Recorded(output["sampling_per_token_logps"], self._sampler.support, None)
+        if "old_per_token_logps" not in output:
+            return None
+        scored = output["old_per_token_logps"]
+        if self.sampler_weight is not None:
+            assert self._sampler is not None
+            output["importance_sampling_ratio"] = truncated_weights(
+                scored, self._sampler.log_probs, loss_mask(output), largest=self.sampler_weight
+            )
+        return replace(self._old_policy_pass(scored), log_probs=scored)
 
     def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
         """Where the old policy's log-probabilities came from: the first pass through the model.
@@ -142,6 +199,8 @@ class OldPolicyTrainer(ResumableTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._answers_scoring(model):
+            return self._reported_log_probs(input_ids, logits_to_keep), None, None
         score = super()._get_per_token_logps_and_entropies
         packing = {"pack_sequences": True} if self.pack_sequences else {}
         recording = self._recorded is not None and model is self.model
@@ -167,7 +226,11 @@ class OldPolicyTrainer(ResumableTrainer):
 
     def _evaluation_keywords(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """On which ids the network is evaluated: those of the old policy, or its own if there is none."""
-        return {"support_ids": inputs[IDS]} if IDS in inputs else self._own_support
+        if IDS not in inputs:
+            return self._own_support
+        if self.anchor == "sampler":
+            return at_reported_ids(inputs[IDS], inputs[LOG_TAIL])
+        return {"support_ids": inputs[IDS]}
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if IDS not in inputs and not self._learns_without_old_policy:
@@ -222,6 +285,7 @@ class OldPolicyTrainer(ResumableTrainer):
         self, tokens: ProjectedTokens, of_objective: Mapping[str, Tensor], inputs: dict[str, Any]
     ) -> None:
         mask = loss_mask(inputs)
+        self._count_moved(tokens.kl, mask)
         others = {name: value for name, value in of_objective.items() if name not in _MEASURED_ALREADY}
         metrics = {**others, **tokens.metrics(mask)}
         acted = (tokens.projected & (mask > 0)).sum()
@@ -235,6 +299,15 @@ class OldPolicyTrainer(ResumableTrainer):
             else:
                 combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
             self._metrics[mode][f"trust_region/{name}"].append(combined)
+        if self.anchor == "sampler" and mode == "train":
+            self._log_lag(tokens, mask, inputs)
+
+    def _log_lag(self, tokens: ProjectedTokens, mask: Tensor, inputs: dict[str, Any]) -> None:
+        lag = self._lag(inputs)
+        sums = self.accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
+        oldest = self.accelerator.gather(lag).max().item()
+        for name, mean in {**lag_means(sums), "lag": oldest}.items():
+            self._metrics["train"][f"trust_region/{name}"].append(mean)
 
 
 class ObjectiveTrainer(OldPolicyTrainer):
@@ -274,12 +347,6 @@ class ObjectiveTrainer(OldPolicyTrainer):
         if training:
             items = items * accumulation / self.args.steps_per_generation
         return loss_mask(inputs).sum().clamp(min=1.0) / items
-
-
-def loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _weighted_mean(values: list[float], weights: list[float]) -> float:

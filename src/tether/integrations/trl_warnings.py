@@ -13,7 +13,8 @@ from tether.integrations.trl_config import warn_of_generation_settings
 
 def warn_of_settings(trainer: Any, base_model: Any) -> None:
     """Warn of everything that makes the old policy another one than the trust region believes, or none."""
-    _warn_without_old_policy(trainer)
+    if trainer.anchor == "trainer":
+        _warn_without_old_policy(trainer)
     _warn_of_dropout(trainer.model)
     _warn_of_noisy_embeddings(trainer.args)
     warn_of_generation_settings(base_model, trainer.args)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tether.errors import ConfigError
 from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
+from tether.experiments.files import dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs
+from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData
 from tether.experiments.run_start import is_finished
 from tether.experiments.settings_file import write_settings
@@ -75,7 +77,10 @@ def finished_runs(config: CompareConfig) -> Comparison:
 
 
 def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
+    import torch
+
     cores = os.cpu_count() or 1
+    on_cpu = config.train.device == "cpu" or not torch.accelerator.is_available()
     at_once = min(config.jobs or cores, len(missing))
     threads = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
@@ -95,7 +100,7 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
             keep_going=True,
             seconds=None if config.minutes is None else 60 * config.minutes,
             on_finished=finish,
-            preloaded=() if _uses_accelerator(config) else _IMPORTED_BY_A_RUN,
+            preloaded=_IMPORTED_BY_A_RUN if on_cpu else (),
             displayed=LLM_RUNS.displayed,
         )
     finally:
@@ -104,22 +109,13 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
             StudyTable(config.results, KINDS).add(grid_name(config), _read(finished))
 
 
-def _uses_accelerator(config: CompareConfig) -> bool:
-    import torch
-
-    return config.train.device != "cpu" and torch.accelerator.is_available()
-
-
 def _job(cell: Cell, threads: int) -> Job:
     run = replace(cell.train, threads=threads)
     settings = write_settings(run.output.with_name(run.output.name + ".yaml"), run)
     command = (sys.executable, "-m", "tether", "llm", "train", "--config", str(settings))
-    return Job(f"{run.label}, seed {run.seed}", command, run.output, run.steps, weight=_weight(run))
-
-
-def _weight(run: TrainConfig) -> float:
-    responses = run.steps * run.responses_per_update
-    return _COST_OF_A_START + _COST_OF_A_RESPONSE * responses + _COST_OF_A_STEP * run.steps
+    cost_of_a_step = _COST_OF_A_RESPONSE * run.responses_per_update + _COST_OF_A_STEP
+    weight = _COST_OF_A_START + run.steps * cost_of_a_step
+    return Job(f"{run.label}, seed {run.seed}", command, run.output, run.steps, weight)
 
 
 def _give_back_disk(folder: Path) -> None:
@@ -157,15 +153,13 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
 
 def _changed(kept: dict[str, object], train: TrainConfig) -> str:
     """The settings that differ. One that a kept run does not know came later; such a run had its default."""
-    from tether.experiments.files import dump_json, load_json
-
     asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
-    kept = {name: kept.get(name, default) for name, default in defaults.items()}
+    asked, kept = flatten_settings(asked), flatten_settings({**defaults, **kept})
     ignored = {"device", "save_every", "keep_checkpoints", "name"}
     return "; ".join(
-        f"{name}: {value!r} there, {asked[name]!r} here"
+        f"{name}: {value!r} there, {asked.get(name, 'no such setting')!r} here"
         for name, value in kept.items()
-        if name not in ignored and asked[name] != value
+        if name not in ignored and (name not in asked or asked[name] != value)
     )
 
 
@@ -176,7 +170,7 @@ def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:
     def place(cell: Cell) -> tuple[int, int, int]:
         return (
             points[cell.point],
-            config.trust_regions.index(cell.method),
+            config.methods.index(cell.method),
             config.seeds.index(cell.seed),
         )
 
@@ -185,11 +179,11 @@ def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:
 
 def baseline_of(config: CompareConfig) -> str | None:
     """The method all others are tested against; None if there is but one."""
-    if len(config.trust_regions) < 2:
+    if len(config.methods) < 2:
         return None
     if config.baseline is not None:
         return config.baseline
-    return "clip" if "clip" in config.trust_regions else config.trust_regions[-1]
+    return "clip" if "clip" in config.methods else config.methods[-1]
 
 
 def baseline_label(config: CompareConfig, comparison: Comparison) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from tether.errors import ConfigError
 from tether.experiments.study_table import check_table_path
+from tether.llm.choices import refuse_former
 from tether.llm.config import TrainConfig
-from tether.llm.method_names import Estimator
 
 
 @dataclass(frozen=True)
@@ -20,17 +22,18 @@ class CompareConfig:
 
     output: Path = Path("runs/compare")
     """Folder for the runs and the report."""
-    trust_regions: tuple[str, ...] = ("troll", "clip")
-    """Which methods: names of trust regions, or with settings of their own as in troll:kl_bound=0.2,alpha=5
-    or dppo:divergence=top-k-kl (fields of a training run, or options of the loss)."""
-    estimators: tuple[Estimator, ...] = ()
-    """Which estimators; by default that of train."""
+    methods: tuple[str, ...] = ("troll", "clip")
+    """Which methods, by name or with settings of their own as in troll:kl_bound=0.2,alpha=5 or
+    dppo:divergence=top-k-kl (options of the method, or any setting of a training run)."""
+    estimators: tuple[str, ...] = ()
+    """Which estimators, by name; by default that of train."""
     updates_per_rollout: tuple[int, ...] = ()
     """How often each batch of responses is used; needs batches."""
     learning_rates: tuple[float, ...] = ()
     """Which learning rates; by default that of train."""
     axes: tuple[str, ...] = ()
-    """Any other setting of a training run and its values, as in lora_rank=4,16."""
+    """Any other setting of a training run and its values, as in lora_rank=4,16 or
+    method.kl_bound=0.02,0.05."""
     seeds: tuple[int, ...] = (0,)
     """Which seeds; five or more give a comparison its certainty."""
     batches: int | None = None
@@ -38,7 +41,7 @@ class CompareConfig:
     evaluations: int = 4
     """With batches: evaluations over a run, besides the one before it, evenly spaced."""
     baseline: str | None = None
-    """The method all others are tested against, as written in trust_regions; by default clip, or the last."""
+    """The method all others are tested against, as written in methods; by default clip, or the last."""
     jobs: int | None = None
     """Runs at a time; by default one a core, each with an equal share of the cores."""
     minutes: float | None = None
@@ -47,14 +50,23 @@ class CompareConfig:
     """Table (a .csv file) that keeps the numbers of each finished run; runs found there are not trained
     again."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """What all runs share; its output, trust_region, seed, threads and whatever the grid varies are set for
+    """What all runs share; its output, method, seed, threads and whatever the grid varies are set for
     each."""
+
+    former_names: ClassVar[Mapping[str, str]] = {"trust_regions": "methods"}
+
+    @classmethod
+    def from_options(cls, arguments: Sequence[str]) -> tuple[CompareConfig, list[str]]:
+        """As `TrainConfig.from_options`, of the run that all share."""
+        refuse_former(arguments, cls.former_names)
+        train, left = TrainConfig.from_options(arguments, "train.")
+        return cls(train=train), left
 
     def __post_init__(self) -> None:
         """Refuse an empty or ambiguous comparison."""
-        if not self.trust_regions or not self.seeds:
-            raise ConfigError("A comparison needs at least one trust region and one seed.")
-        for name in ("trust_regions", "estimators", "updates_per_rollout", "learning_rates", "axes", "seeds"):
+        if not self.methods or not self.seeds:
+            raise ConfigError("A comparison needs at least one method and one seed.")
+        for name in ("methods", "estimators", "updates_per_rollout", "learning_rates", "axes", "seeds"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name}={values} must not repeat themselves.")
@@ -71,8 +83,8 @@ class CompareConfig:
                 f"updates_per_rollout={self.updates_per_rollout} at the same number of steps would compare "
                 "runs that saw different numbers of responses. Set batches, how many each run learns from."
             )
-        if self.baseline is not None and self.baseline not in self.trust_regions:
+        if self.baseline is not None and self.baseline not in self.methods:
             raise ConfigError(
-                f"baseline={self.baseline!r} is none of trust_regions={self.trust_regions}; it must be "
+                f"baseline={self.baseline!r} is none of methods={self.methods}; it must be "
                 "written as it is there."
             )

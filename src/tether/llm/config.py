@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from tether.errors import ConfigError
-from tether.llm.method_names import OWN_FIELDS, TRUST_REGIONS, Estimator, is_loss, method_label
-from tether.names import unknown
-from tether.settings import Region, Support, TROLLSettings
+from tether.errors import ConfigError, InvalidInputError
+from tether.llm.choices import chosen, refuse_former, split_choices
+from tether.llm.estimators import Estimator, find_estimator
+from tether.llm.methods import TROLL, LossMethod, Method, find_method
+from tether.llm.saved_settings import MOVED
+from tether.settings import Anchor, check_kl_stop
+from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
     "output", "resume", "seed", "threads", "damaged_checkpoint", "preflight", "report_to", "push_to_hub",
 )  # fmt: skip
+
+#: Settings that are one of several things, each with options of its own.
+CHOICES: dict[str, Callable[[str], Any]] = {"method": find_method, "estimator": find_estimator}
 
 
 @dataclass(frozen=True)
@@ -31,45 +38,23 @@ class TrainConfig:
     task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of the task, such as path for a JSONL file with gsm8k's fields."""
 
-    trust_region: str = "troll"
-    """How an update is kept close to the policy that gathered the data; most are rivals' losses."""
-    estimator: Estimator = "grpo"
-    """How advantages and the loss are aggregated; gspo uses one ratio a sequence, ppo has a critic."""
-    loss_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of a rival's loss, such as clip_ratio_high 0.28; troll and clip have the fields below."""
-    kl_bound: float = TROLLSettings.kl_bound
-    """TROLL: bound on each token's KL(new || old) in nats; inf switches it off."""
-    alpha: float = TROLLSettings.alpha
-    """TROLL: weight of the regression of the network onto its projection."""
-    top_k: int = TROLLSettings.top_k
-    """Ids kept of each old token distribution, besides the sampled one."""
-    mass: float = TROLLSettings.mass
-    """Keep fewer ids where the most likely ones hold this much probability."""
-    support: Support = TROLLSettings.support
-    """TROLL: compare distributions on the whole vocabulary, on the ids kept with all others as one outcome of
-    their exact mass, or with the paper's fixed probability for each other id."""
-    region: Region = TROLLSettings.region
-    """TROLL: bound each token, or the mean over a sequence's tokens."""
-    alpha_tolerance: float | None = None
-    """TROLL: adapt alpha until the network's mean excess over the bound is this share of the bound."""
-    regression_updates: int = 0
-    """TROLL: the last so many updates of each batch only pull the network to its projection."""
+    method: Method = field(default_factory=TROLL)
+    """How an update is kept close to the policy that gathered the data: --method NAME, of which --help then
+    lists the options. In Python TROLL(), Clip(), a name, or a mapping with the name and options."""
+    estimator: Estimator = field(default_factory=find_estimator("grpo"))
+    """How advantages are estimated and the loss is averaged: --estimator NAME. gspo has one ratio a sequence,
+    ppo a critic; most others are functions of the rewards."""
     kl_stop: float | None = None
     """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
-    clip_low: float | None = None
-    """Clip: how far a ratio may fall; by default .2, and 3e-4 for gspo."""
-    clip_high: float | None = None
-    """Clip: how far a ratio may rise; by default clip_low, and 4e-4 for gspo."""
-    gamma: float = 1.0
-    """reinforce_plus_plus and ppo: discount a token."""
-    gae_lambda: float = 1.0
-    """ppo: 1 for the whole response's reward, lower to trust the critic."""
-    critic_learning_rate: float = 3e-4
-    """ppo: learning rate of the critic's AdamW."""
-    value_clip: float = 0.5
-    """ppo: how far a value may move in one batch of responses; inf for no clip."""
+    step_back: float | None = None
+    """After a batch's updates, take the network back along the line to the weights that sampled, until its
+    measured KL(new || old) on the batch is within this many nats."""
+    step_back_statistic: Statistic = "mean"
+    """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
+    step_back_every: int | None = None
+    """step_back: also measure after every so many updates of a batch; by default after the last alone."""
     name: str | None = None
-    """What the run is called in tables and legends; by default its trust region."""
+    """What the run is called in tables and legends; by default its method."""
 
     seed: int = 0
     """Seed of everything random."""
@@ -112,6 +97,13 @@ class TrainConfig:
     """vLLM: address of the server, such as http://localhost:8000."""
     vllm_memory: float = 0.3
     """vLLM: share of each GPU's memory it may take when colocated."""
+    anchor: Anchor = "trainer"
+    """Which policy an update is kept close to: the trainer's own when the rollouts began, which its network
+    scores; or the one that sampled, from the log-probabilities that its engine reports."""
+    sampler_weight: float | None = None
+    """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
+    lag: int = 0
+    """Sample from the policy of so many updates ago, in one process: stale data on purpose, for studies."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""
@@ -153,8 +145,12 @@ class TrainConfig:
     push_to_hub: str | None = None
     """Upload the trained model, with its card, to this repository of the Hugging Face hub."""
 
+    former_names: ClassVar[Mapping[str, str]] = MOVED
+
     def __post_init__(self) -> None:
         """Refuse what cannot work before any time is spent on it."""
+        for name, find in CHOICES.items():
+            object.__setattr__(self, name, chosen(getattr(self, name), find))
         for name in ("steps", "updates_per_rollout", "prompts_per_rollout", "eval_problems", "eval_samples",
                      "keep_checkpoints"):  # fmt: skip
             _at_least_one(name, getattr(self, name))
@@ -166,14 +162,28 @@ class TrainConfig:
                 f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}: "
                 "advantages compare the responses to one prompt."
             )
-        TROLLSettings.read(self, "")
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
-        _check_method(self)
+        self._check_method()
         self._check_batches()
         self._check_hardware()
+
+    def _check_method(self) -> None:
+        if isinstance(self.method, LossMethod) and self.estimator.name == "gspo":
+            raise ConfigError(
+                "estimator='gspo' sets the level of the ratio in troll, clip and none; "
+                f"{self.method.name} has one of its own. Use method='gspo' with estimator='grpo', or another "
+                "estimator."
+            )
+        check_kl_stop(self.kl_stop)
+        _check_step_back(self)
+        if self.estimator.spec.critic and self.quantization != "none":
+            raise ConfigError(
+                f"estimator={self.estimator.name!r} trains a copy of the backbone as its critic, which "
+                f"quantization={self.quantization!r} makes impossible. Use another estimator, such as rloo."
+            )
 
     def _check_hardware(self) -> None:
         if self.quantization != "none" and self.lora_rank is None:
@@ -211,6 +221,17 @@ class TrainConfig:
                     "between two updates on one batch the run is not at a place it can return to."
                 )
 
+    @classmethod
+    def from_options(cls, arguments: Sequence[str], prefix: str = "") -> tuple[TrainConfig, list[str]]:
+        """Defaults with the method and the estimator that the options name, and the options without them.
+
+        Raises:
+            ConfigError: an unknown name, or an option of before, with what it is called now.
+        """
+        refuse_former(arguments, cls.former_names, prefix)
+        names, left = split_choices(arguments, CHOICES, prefix)
+        return cls(**{name: CHOICES[name](value)() for name, value in names.items()}), left
+
     @property
     def responses_per_update(self) -> int:
         """Responses an optimizer step learns from."""
@@ -222,17 +243,9 @@ class TrainConfig:
         return self.micro_batch_size or self.responses_per_update
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """Lower and upper half-width of the clip."""
-        defaults = (3e-4, 4e-4) if self.estimator == "gspo" else (0.2, None)
-        low = defaults[0] if self.clip_low is None else self.clip_low
-        high = self.clip_high if self.clip_high is not None else defaults[1]
-        return low, low if high is None else high
-
-    @property
     def label(self) -> str:
         """The method's name in tables and legends."""
-        return self.name or method_label(self.trust_region, self.loss_options)
+        return self.name or self.method.label
 
     def settings(self) -> dict[str, Any]:
         """What defines the run, for its folder; where it is and how it is continued do not."""
@@ -247,61 +260,25 @@ def _at_least_one(name: str, value: int) -> None:
         raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
-def _check_method(config: TrainConfig) -> None:
-    """Refuse a trust region, options and an estimator that do not go together.
-
-    Raises:
-        ConfigError: naming the setting and what there is instead.
-    """
-    if config.trust_region not in TRUST_REGIONS and ":" not in config.trust_region:
-        raise unknown(config.trust_region, TRUST_REGIONS, "trust region")
-    if config.estimator not in get_args(Estimator):
-        raise ConfigError(
-            f"estimator={config.estimator!r} is not known. Choose one of {', '.join(get_args(Estimator))}."
-        )
-    if is_loss(config.trust_region):
-        from tether.integrations.loss_options import check_loss_options  # torch, which others do not need
-
-        check_loss_options(config.trust_region, config.loss_options)
-        if config.estimator == "gspo":
+def _check_step_back(config: TrainConfig) -> None:
+    if config.step_back is None:
+        if config.step_back_every is not None or config.step_back_statistic != "mean":
             raise ConfigError(
-                f"estimator='gspo' sets the level of the ratio in troll, clip and none; "
-                f"{config.trust_region} has one of its own. Use trust_region='gspo' with estimator='grpo', "
-                "or another estimator."
+                "step_back_statistic and step_back_every say how a budget is kept, and there is none: set "
+                "step_back, such as 0.02."
             )
-    elif config.loss_options:
+        return
+    try:
+        check_step_back(config.step_back, config.step_back_statistic, PASSES)
+    except InvalidInputError as error:
+        raise ConfigError(f"step_back: {error}") from error
+    if config.updates_per_rollout == 1:
         raise ConfigError(
-            f"loss_options={dict(config.loss_options)} are for losses of tether.losses; "
-            f"{config.trust_region} is set by fields: {OWN_FIELDS[config.trust_region]}."
+            "step_back goes back to the policy that wrote a batch, which TRL does not record where each "
+            "serves one update. Set updates_per_rollout to 2 or more, or step_back to none."
         )
-    _check_inside(config)
-    if config.estimator == "ppo" and config.quantization != "none":
+    if config.step_back_every is not None and not 1 <= config.step_back_every <= config.updates_per_rollout:
         raise ConfigError(
-            f"estimator='ppo' trains a copy of the backbone as its critic, which quantization="
-            f"{config.quantization!r} makes impossible. Use another estimator, such as rloo."
-        )
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)} (1 is usual).")
-    for name in ("critic_learning_rate", "value_clip"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} must be positive, got {getattr(config, name)}.")
-
-
-def _check_inside(config: TrainConfig) -> None:
-    of_troll = {
-        "alpha_tolerance": config.alpha_tolerance,
-        "regression_updates": config.regression_updates or None,
-    }
-    for name, value in of_troll.items():
-        if value is not None and config.trust_region != "troll":
-            raise ConfigError(f"{name}={value} acts on TROLL's regression; {config.trust_region} has none.")
-    for name in ("alpha_tolerance", "kl_stop"):
-        value = getattr(config, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} must be a positive number, got {value}.")
-    if not 0 <= config.regression_updates < config.updates_per_rollout:
-        raise ConfigError(
-            f"regression_updates={config.regression_updates} must leave some of the "
-            f"{config.updates_per_rollout} updates of a batch to the policy gradient."
+            f"step_back_every={config.step_back_every} must lie between 1 and the "
+            f"{config.updates_per_rollout} updates on a batch."
         )

@@ -101,9 +101,6 @@ class EvalConfig:
     def options_of(self, task: str) -> dict[str, Any]:
         """The options of one task, without the name before them.
 
-        Raises:
-            ConfigError: several tasks, and an option that does not say whose it is.
-
         >>> EvalConfig(task=("gsm8k", "math"), task_options={"gsm8k.path": "data"}).options_of("gsm8k")
         {'path': 'data'}
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -14,14 +15,14 @@ import torch
 
 from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import atomic_write_json, dump_json, load_json
-from tether.llm.answers import Examinee, Row, collect_answers
+from tether.llm.answers import LoadedModel, Row, collect_answers
 from tether.llm.eval_config import PAGE_FILE, EvalConfig
 from tether.llm.evaluation_page import write_page
-from tether.llm.generate import Response, answer
+from tether.llm.generate import answer_and_judge
 from tether.llm.measures import TaskResult, difference, summarise_problems
 from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
-from tether.llm.tasks.training import closing, verify_all
+from tether.llm.tasks.training import closing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,8 +40,6 @@ class Evaluation:
     """Share of problems whose most likely response is right."""
     reward: float
     """Mean reward of the sampled responses."""
-    rows: list[dict[str, Any]]
-    """One entry a response: problem, prompt, reference, response, truncated, correct, reward, greedy."""
 
 
 def evaluate_model(
@@ -69,19 +68,15 @@ def evaluate_model(
         chat_template_options: variables of the model's chat template.
     """
     ask = functools.partial(
-        answer, model, tokenizer,
-        max_response_tokens=max_response_tokens or task.max_response_tokens,
+        answer_and_judge, model, tokenizer, task, max_response_tokens=max_response_tokens,
         batch_size=batch_size, seed=seed, chat_template_options=chat_template_options,
     )  # fmt: skip
-    prompts = [problem.prompt for problem in problems]
-    sampled, greedy = ask(prompts * samples, temperature=temperature), ask(prompts, temperature=None)
-    rows = _rows(task, list(problems) * samples, sampled, greedy=False, count=len(problems))
-    greedy_rows = _rows(task, problems, greedy, greedy=True, count=len(problems))
+    sampled = [verdict for _, verdict in ask(list(problems) * samples, temperature=temperature)]
+    greedy = [verdict for _, verdict in ask(problems, temperature=None)]
     return Evaluation(
-        success=_mean(rows, "correct"),
-        success_greedy=_mean(greedy_rows, "correct"),
-        reward=_mean(rows, "reward"),
-        rows=rows + greedy_rows,
+        success=statistics.fmean(verdict.correct for verdict in sampled),
+        success_greedy=statistics.fmean(verdict.correct for verdict in greedy),
+        reward=statistics.fmean(verdict.reward for verdict in sampled),
     )
 
 
@@ -110,7 +105,7 @@ def evaluate(config: EvalConfig) -> list[TaskResult]:
 
 def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row]]:
     """All tasks by one model, loaded once, if anything is left to ask."""
-    loaded: list[Examinee] = []
+    loaded: list[LoadedModel] = []
     with ExitStack() as stack:
         # All tasks and problems first: a mistake in the last one must not cost the answers to the others.
         tasks = {name: make_task(name, **config.options_of(name)) for name in config.task}
@@ -120,7 +115,7 @@ def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row
             name: task.problems(config.split, config.problems, config.seed) for name, task in tasks.items()
         }
 
-        def load() -> Examinee:
+        def load() -> LoadedModel:
             if not loaded:
                 loaded.append(_load(config, model))
                 _check_template(loaded[0].tokenizer, model, tasks)
@@ -128,7 +123,7 @@ def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row
 
         answered = {}
         for name, task in tasks.items():
-            file = None if config.output is None else config.output / f"{name}-{side}.jsonl"
+            file = None if config.output is None else config.output / f"{name.replace(':', '.')}-{side}.jsonl"
             with _progress(f"{model} on {name}", len(problems[name])) as done:
                 answered[name] = collect_answers(config, load, task, name, problems[name], file, done)
     loaded.clear()
@@ -146,12 +141,12 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: str, tasks: Mappi
         )
 
 
-def _load(config: EvalConfig, model: str) -> Examinee:
+def _load(config: EvalConfig, model: str) -> LoadedModel:
     from tether.llm.models import load_model_and_tokenizer
 
     accelerated = config.device == "auto" and torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if accelerated else None
-    return Examinee(*load_model_and_tokenizer(model, dtype=config.dtype, device=device or "cpu"))
+    return LoadedModel(*load_model_and_tokenizer(model, dtype=config.dtype, device=device or "cpu"))
 
 
 def _claim(folder: Path, config: EvalConfig) -> None:
@@ -203,30 +198,6 @@ def _plain(values: Any) -> Any:
     if isinstance(values, dict):
         return {str(key): _plain(value) for key, value in values.items()}
     return values
-
-
-def _rows(
-    task: Task, problems: Sequence[Problem], responses: Sequence[Response], *, greedy: bool, count: int
-) -> list[dict[str, Any]]:
-    texts = [response.text for response in responses]
-    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
-    return [
-        {
-            "problem": index % count,
-            "prompt": problem.prompt,
-            "reference": problem.answer,
-            "response": response.text,
-            "truncated": response.truncated,
-            "correct": verdict.correct,
-            "reward": verdict.reward,
-            "greedy": greedy,
-        }
-        for index, (problem, response, verdict) in enumerate(zip(problems, responses, verdicts, strict=True))
-    ]
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(float(row[name]) for row in rows) / len(rows)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -29,13 +31,8 @@ FAILURE_FILE = "failure.json"
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Libraries written in other languages report these as RuntimeErrors, by their text alone.
-_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_DISK_TEXTS = (
-    "No space left", "os error 28", "os error 27", "Disk quota", "unexpected pos",
-    "PytorchStreamWriter failed",
-)  # fmt: skip
-_NUMBER_TEXTS = ("probability tensor contains either `inf`, `nan`",)
-
+_DISK_TEXTS = ("No space left", "os error 28", "os error 27", "unexpected pos", "PytorchStreamWriter failed")
+_NUMBER_TEXT = "probability tensor contains either `inf`, `nan`"
 _WHAT = {
     "memory": "Memory ran out",
     "disk": "The disk refused to take more (full, or a limit on the size of files)",
@@ -93,7 +90,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Whereabouts:
+class Activity:
     """What a run is busy with, for the message if it has to stop there."""
 
     doing: str = "training"
@@ -106,7 +103,7 @@ class Whereabouts:
         self.doing = before
 
 
-def cause_of(error: BaseException) -> Cause | None:
+def cause_of(error: Exception) -> Cause | None:
     """What ran out, if that is why training stopped; None for every other error.
 
     >>> import errno
@@ -114,11 +111,9 @@ def cause_of(error: BaseException) -> Cause | None:
     ('disk', None)
     """
     text = str(error)
-    if isinstance(error, NotFiniteError) or any(known in text for known in _NUMBER_TEXTS):
+    if isinstance(error, NotFiniteError) or _NUMBER_TEXT in text:
         return "numbers"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return "memory"
-    if isinstance(error, RuntimeError) and any(known in text for known in _MEMORY_TEXTS):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return "memory"
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         return "disk"
@@ -127,21 +122,13 @@ def cause_of(error: BaseException) -> Cause | None:
 
 @contextmanager
 def stopping_with_a_reason(
-    run: RunFolder | None, trainer: OldPolicyTrainer, config: TrainConfig, where: Whereabouts
+    run: RunFolder | None, trainer: OldPolicyTrainer, config: TrainConfig, activity: Activity
 ) -> Iterator[None]:
     """Turn running out of memory, disk or finite numbers into one message that says where and what to do.
 
     What was left half-written is removed, and `failure.json` in the run folder keeps the particulars, the
-    problems of the batch among them. Other errors pass through.
-
-    Args:
-        run: the run folder; None in the processes of a distributed run that do not write.
-        trainer: knows the step, and holds the problems.
-        config: the run's settings.
-        where: what is being done.
-
-    Raises:
-        TrainingStoppedError: from the original error.
+    problems of the batch among them. Other errors pass through. `run` is None in the processes of a
+    distributed run that do not write.
     """
     try:
         yield
@@ -149,7 +136,7 @@ def stopping_with_a_reason(
         cause = cause_of(error)
         if cause is None:
             raise
-        raise _stopped(error, cause, run, trainer, config, where) from error
+        raise _stopped(error, cause, run, trainer, config, activity) from error
 
 
 def _stopped(
@@ -158,16 +145,16 @@ def _stopped(
     run: RunFolder | None,
     trainer: OldPolicyTrainer,
     config: TrainConfig,
-    where: Whereabouts,
+    activity: Activity,
 ) -> TrainingStoppedError:
-    step = trainer.state.global_step + (where.doing == "training")
+    step = trainer.state.global_step + (activity.doing == "training")
     batch, update = divmod(max(step - 1, 0), config.updates_per_rollout)
     prompts = _prompts(trainer, batch * config.prompts_per_rollout, config.prompts_per_rollout)
     checkpoints = run.checkpoints() if run is not None else []
     kept = f"step {checkpoints[-1].step}, in {checkpoints[-1].path}" if checkpoints else "none yet"
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     message = (
-        f"{_WHAT[cause]} at step {step} while {where.doing} (update {update + 1} of "
+        f"{_WHAT[cause]} at step {step} while {activity.doing} (update {update + 1} of "
         f"{config.updates_per_rollout} on batch {batch + 1}, whose first problem is {_short(prompts)!r}): "
         f"{reason}. Last good checkpoint: {kept}. "
         + _REMEDY[cause].format(micro_batch=config.responses_per_micro_batch)
@@ -175,7 +162,7 @@ def _stopped(
     )
     if run is not None:
         message += _leave_note(run.path, {
-            "cause": cause, "doing": where.doing, "step": step, "batch": batch + 1, "update": update + 1,
+            "cause": cause, "doing": activity.doing, "step": step, "batch": batch + 1, "update": update + 1,
             "problems": prompts, "reason": reason,
             "last_good_checkpoint": checkpoints[-1].path if checkpoints else None,
         })  # fmt: skip
@@ -201,8 +188,6 @@ def _prompts(trainer: OldPolicyTrainer, first: int, count: int) -> list[Any]:
 
 
 def _short(prompts: list[Any]) -> str:
-    if not prompts:
-        return ""
-    prompt = prompts[0]
+    prompt = prompts[0] if prompts else ""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return textwrap.shorten(text, 60, placeholder="...")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.errors import ConfigError
-from tether.llm.tasks import Prompt
+from tether.llm.tasks import Problem, Prompt, Task, Verdict
+from tether.llm.tasks.training import verify_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,9 +60,6 @@ def answer(
         seed: of sampling. The global random state is left as it was found.
         chat_template_options: variables of the chat template.
 
-    Raises:
-        ConfigError: conversations for a tokenizer without a chat template.
-
     >>> from tether.llm.models import load_model_and_tokenizer
     >>> model, tokenizer = load_model_and_tokenizer("embedded")
     >>> responses = answer(model, tokenizer, ["37+58="], max_response_tokens=4,
@@ -93,14 +91,28 @@ def answer(
     return [responses[index] for index in range(len(prompts))]
 
 
+def answer_and_judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    max_response_tokens: int | None = None,
+    **sampling: Any,
+) -> list[tuple[Response, Verdict]]:
+    """Answer each problem once, as `answer` does, and check the answers; at the task's length by default."""
+    length = max_response_tokens or task.max_response_tokens
+    prompts = [problem.prompt for problem in problems]
+    responses = answer(model, tokenizer, prompts, max_response_tokens=length, **sampling) if prompts else []
+    texts = [response.text for response in responses]
+    verdicts = verify_all(task, texts, [problem.answer for problem in problems])
+    return list(zip(responses, verdicts, strict=True))
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it.
-
-    Raises:
-        ConfigError: a conversation for a tokenizer without a chat template.
-    """
+    """Token ids of a prompt, a conversation through the chat template, as TRL encodes it."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:

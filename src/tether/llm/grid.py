@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tether.errors import ConfigError, did_you_mean
+from tether.errors import ConfigError, InvalidInputError, did_you_mean
+from tether.llm.choices import option_names
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
-from tether.llm.method_names import TRUST_REGIONS, is_loss, method_label
-from tether.names import unknown
+from tether.llm.estimators import find_estimator
+from tether.llm.methods import find_method, method_names
 
 Value = int | float | bool | str | None
 
 # What the grid itself decides for each run.
-_OF_THE_GRID = frozenset({"output", "trust_region", "seed", "threads", "resume", "loss_options", "name"})
+_OF_THE_GRID = frozenset({"output", "method", "seed", "threads", "resume", "name"})
 _FIELDS = frozenset(field.name for field in fields(TrainConfig)) - _OF_THE_GRID
 
 # How the grid's own axes are written in names of folders and in labels.
@@ -32,7 +33,7 @@ class Cell:
     """One training run of a comparison."""
 
     method: str
-    """As it stands in `CompareConfig.trust_regions`."""
+    """As it stands in `CompareConfig.methods`."""
     point: tuple[tuple[str, Value], ...]
     """Where it is in the grid: the settings that vary, besides method and seed."""
     train: TrainConfig
@@ -66,16 +67,16 @@ def cells(config: CompareConfig) -> list[Cell]:
         ConfigError: naming the run whose settings do not go together.
 
     Example:
-        >>> config = CompareConfig(trust_regions=("troll", "troll:alpha=5"), learning_rates=(1e-4,))
+        >>> config = CompareConfig(methods=("troll", "troll:alpha=5"), learning_rates=(1e-4,))
         >>> [cell.train.output.name for cell in cells(config)]
         ['troll-lr0.0001-seed0', 'troll-alpha5-lr0.0001-seed0']
     """
-    methods = {method: parse_method(method) for method in config.trust_regions}
+    methods = {method: parse_method(method) for method in config.methods}
     return [
         _cell(config, method, methods[method], point, seed)
         for seed in config.seeds
         for point in _points(config)
-        for method in config.trust_regions
+        for method in config.methods
     ]
 
 
@@ -91,7 +92,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Value]]:
     name, _, rest = text.partition(":")
     function, _, after = rest.partition(":")
     if (
-        name not in TRUST_REGIONS and function and "=" not in function
+        name not in method_names() and function and "=" not in function
     ):  # package.module:function, and its settings after another colon
         name, rest = f"{name}:{function}", after
     settings: dict[str, Value] = {}
@@ -138,7 +139,7 @@ def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
     name, equals, values = text.partition("=")
     if not equals or not values:
         raise ConfigError(f"An axis is written as setting=value,value; got {text!r}.")
-    if name not in _FIELDS:
+    if name not in _FIELDS and not name.startswith(("method.", "estimator.")):
         raise ConfigError(
             f"The axis {text!r} names no setting of a training run that a grid can vary."
             f"{did_you_mean(name, _FIELDS)}"
@@ -154,49 +155,46 @@ def _cell(
     seed: int,
 ) -> Cell:
     name, settings = parsed
-    changes: dict[str, Any] = dict(point)
-    options: dict[str, Any] = {}
-    own = _own_options(name)
+    changes: dict[str, Any] = {key: value for key, value in point if "." not in key}
+    settings = {**{key: value for key, value in point if "." in key}, **settings}
+    base, kind = config.train.method, find_method(name)
+    options = base.options() if base.name == name else {}
+    estimator = config.train.estimator
+    if changes.get("estimator", estimator.name) != estimator.name:
+        estimator = find_estimator(changes["estimator"])()
+    own, more = option_names(kind), option_names(type(estimator))
+    of_estimator: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in own:  # before the fields: TRM's kl_bound is not TROLL's
-            options[key] = value
+        where, _, option = key.rpartition(".")
+        if where in ("", "method") and option in own:  # before the fields: TRM's kl_bound is not TROLL's
+            options[option] = value
         elif key in _FIELDS:
             changes[key] = value
+        elif where in ("", "estimator") and option in more:
+            of_estimator[option] = value
         else:
-            has = f" or an option of {name} ({', '.join(own)})" if own else ""
             raise ConfigError(
-                f"The method {method!r} sets {key!r}, which is no setting of a training run{has}."
-                f"{did_you_mean(key, [*_FIELDS, *own])}"
+                f"The method {method!r} sets {key!r}, which is no setting of a training run or option of "
+                f"{name} ({', '.join(own)}).{did_you_mean(key, [*_FIELDS, *own])}"
             )
     folder = "-".join([_slug(method), *(_axis_slug(*place) for place in point), f"seed{seed}"])
     folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
     changes |= _lengths(config, changes)
     changes |= {
-        "trust_region": name,
-        "loss_options": {**(config.train.loss_options if is_loss(name) else {}), **options},
+        "estimator": replace(estimator, **of_estimator),
         "output": config.output / folder,
         "seed": seed,
         "resume": True,
     }
     try:
-        train = replace(config.train, **changes)
-    except ConfigError as error:
+        train = replace(config.train, method=kind(**options), **changes)
+    except (ConfigError, InvalidInputError) as error:
         raise ConfigError(f"The run {folder}: {error}") from error
     cell = Cell(method, point, train)
     if point or settings:  # otherwise the method's own label is clear
         label = ", ".join(filter(None, (cell.method_label, cell.point_label)))
         cell = replace(cell, train=replace(train, name=label))
     return cell
-
-
-def _own_options(name: str) -> tuple[str, ...]:
-    if name not in TRUST_REGIONS and ":" not in name:
-        raise unknown(name, TRUST_REGIONS, "trust region")
-    if not is_loss(name):
-        return ()
-    from tether.integrations.loss_options import loss_options
-
-    return tuple(loss_options(name))
 
 
 def _lengths(config: CompareConfig, changes: dict[str, Any]) -> dict[str, int]:
@@ -215,7 +213,7 @@ def _lengths(config: CompareConfig, changes: dict[str, Any]) -> dict[str, int]:
 
 def _method_label(method: str, train: TrainConfig) -> str:
     _, settings = parse_method(method)
-    label = method_label(train.trust_region, {})
+    label = type(train.method)().label
     return " ".join([label, ", ".join(f"{key}={value}" for key, value in settings.items())]).strip()
 
 

@@ -24,9 +24,6 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
         samples: responses n.
         k: how many are drawn.
 
-    Raises:
-        InvalidInputError: k below 1 or above n, or c outside [0, n].
-
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
 
     >>> pass_at_k(1, 4, 2), pass_at_k(4, 4, 1), pass_at_k(0, 4, 4)
@@ -68,15 +65,7 @@ class Summary:
 
 
 def summarise_problems(rows: Sequence[Row], ks: Sequence[int] = ()) -> Summary:
-    """Bring the verdicts of one model on one task together.
-
-    Args:
-        rows: one a problem, all with as many samples.
-        ks: the k of pass@k.
-
-    Raises:
-        InvalidInputError: no rows.
-    """
+    """Bring the verdicts of one model on one task together."""
     if not rows:
         raise InvalidInputError("No problem was answered, so there is nothing to summarise.")
     samples = len(rows[0]["samples"])
@@ -110,9 +99,6 @@ def difference(model: Sequence[Row], baseline: Sequence[Row], ks: Sequence[int] 
 
     Pairing takes out how hard the problems are, so the interval is narrower than those of the two alone
     suggest.
-
-    Raises:
-        InvalidInputError: the rows are not of the same problems.
     """
     if [row["prompt"] for row in model] != [row["prompt"] for row in baseline]:
         raise InvalidInputError("The two models answered different problems; measure them together.")

@@ -1,115 +1,233 @@
-"""The trainer that has a run's trust region and estimator."""
+"""How an update is kept close to the policy that gathered the data: the methods by name, and who trains them.
+
+A loss of `tether.losses`, or of your own as "package.module:function", is a method whose options are the
+keywords of its signature; nothing is written here for it.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tether.llm.config import TrainConfig
-from tether.llm.method_names import is_loss
+from tether.errors import ConfigError, InvalidInputError
+from tether.llm.choices import Choice, kind_of
+from tether.names import unknown
+from tether.settings import LagBound, LagGrowth, TROLLSettings, check_support_size
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
 
-# How each is spelt in TRL. The last four average over tokens, as verl's do.
-_IN_TRL: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    "dapo": {"loss_type": "dapo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "rloo": {"loss_type": "dapo"},
-    "reinforce_plus_plus": {"loss_type": "dapo"},
-    "reinforce_plus_plus_baseline": {"loss_type": "dapo"},
-    "ppo": {"loss_type": "dapo"},
-}
-
-# Estimators that replace TRL's advantages by a function of the rewards.
-_FROM_REWARDS = ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+Settings = dict[str, Any]
 
 
-def trl_settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The estimator in TRL's words."""
-    return dict(_IN_TRL[config.estimator])
+@dataclass(frozen=True)
+class Method(Choice):
+    """What keeps an update close to the policy that gathered the data."""
+
+    title: ClassVar[str] = ""
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables and legends."""
+        return self.title or self.name
+
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+        """The trainer that has it.
+
+        Args:
+            settings: of TRL's `GRPOConfig`.
+            arguments: of the trainer, besides `args`.
+            pack_sequences: as in `OldPolicyTrainer`.
+        """
+        raise NotImplementedError
 
 
-def build_trainer(
-    config: TrainConfig, settings: dict[str, Any], arguments: dict[str, Any]
-) -> OldPolicyTrainer:
-    """The trainer with the config's trust region and estimator.
+@dataclass(frozen=True)
+class TROLL(TROLLSettings, Method):
+    """The differentiable projection of each token's distribution.
 
-    Args:
-        config: what was chosen.
-        settings: of TRL's `GRPOConfig`.
-        arguments: of its trainer, besides `args`.
+    >>> TROLL(kl_bound=0.1).label
+    'TROLL'
     """
-    trainer_class, args, chosen = _trust_region(config, settings)
-    estimator, more = _estimator(config)
-    inside, remedies = _inside(config)
-    bases = tuple(base for base in (estimator, inside, trainer_class) if base is not None)
-    # Baselines look at as many ids as TROLL would, to measure how far the policy moves.
-    support = {"support_top_k": config.top_k, "support_mass": config.mass}
-    made: Any = type(trainer_class.__name__, bases, {**support, "pack_sequences": config.pack_sequences})
-    trainer: OldPolicyTrainer = made(args=args, **arguments, **chosen, **more, **remedies)
-    return trainer
+
+    name: str = field(default="troll", init=False)
+    title: ClassVar[str] = "TROLL"
+    lag_growth: LagGrowth = "constant"
+    """anchor sampler: how the bound grows with the updates n since the sampler's weights: not, by 1 + rate n,
+    (1 + n)^rate or (1 + rate)^n."""
+    lag_rate: float = 0.0
+    """anchor sampler: the rate of that growth."""
+    kl_bound_largest: float = math.inf
+    """anchor sampler: where that growth ends, in nats."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        super().__post_init__()
+        try:
+            LagBound(self.kl_bound, self.lag_growth, self.lag_rate, self.kl_bound_largest)
+        except InvalidInputError as error:
+            raise ConfigError(f"method.{error}") from error
+
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+        """`TROLLTrainer`."""
+        from tether.integrations.trl import TROLLConfig, TROLLTrainer
+
+        named = [one.name for one in fields(TROLLSettings)] + ["lag_growth", "lag_rate", "kl_bound_largest"]
+        own = {name: getattr(self, name) for name in named}
+        own |= {name: arguments[name] for name in ("anchor", "sampler_weight") if name in arguments}
+        config = TROLLConfig(
+            **settings, **{f"troll_{name}": value for name, value in own.items()},
+            troll_pack_sequences=pack_sequences,
+        )  # fmt: skip
+        return TROLLTrainer(args=config, **{n: v for n, v in arguments.items() if n not in own})
 
 
-def _trust_region(config: TrainConfig, settings: dict[str, Any]) -> tuple[type, Any, dict[str, Any]]:
-    from trl import GRPOConfig
+@dataclass(frozen=True)
+class Rival(Method):
+    """A method that looks at as many ids as TROLL would, if only to measure how far the policy moves."""
 
-    from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
+    top_k: int = TROLLSettings.top_k
+    """Ids kept of each old token distribution, besides the sampled one."""
+    mass: float = TROLLSettings.mass
+    """Keep fewer ids where the most likely ones hold this much probability."""
 
-    if config.trust_region == "troll":
-        return TROLLTrainer, TROLLConfig(**settings, **_troll_settings(config)), {}
-    if is_loss(config.trust_region):
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_support_size(self.top_k, self.mass)
+
+    def _looking(self, pack_sequences: bool) -> dict[str, Any]:
+        return {
+            "support_top_k": self.top_k, "support_mass": self.mass, "pack_sequences": pack_sequences
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NoTrustRegion(Rival):
+    """TRL's policy gradient with its clip taken away."""
+
+    name: str = field(default="none", init=False)
+    title: ClassVar[str] = "no trust region"
+
+    def widths(self, settings: Settings) -> tuple[float, float]:
+        """How far a ratio may fall and rise."""
+        return math.inf, math.inf
+
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+        """`OldPolicyTrainer`."""
+        from trl import GRPOConfig
+
+        from tether.integrations.trl import OldPolicyTrainer
+
+        low, high = self.widths(settings)
+        args = GRPOConfig(**settings, epsilon=low, epsilon_high=high)
+        return OldPolicyTrainer(args=args, **arguments, **self._looking(pack_sequences))
+
+
+@dataclass(frozen=True)
+class Clip(NoTrustRegion):
+    """PPO's clip, as TRL has it."""
+
+    name: str = field(default="clip", init=False)
+    title: ClassVar[str] = "clip"
+    clip_low: float | None = None
+    """How far a ratio may fall; by default .2, and 3e-4 for the ratios of sequences (estimator gspo)."""
+    clip_high: float | None = None
+    """How far a ratio may rise; by default clip_low, and 4e-4 for the ratios of sequences."""
+
+    def widths(self, settings: Settings) -> tuple[float, float]:
+        """Lower and upper half-width.
+
+        >>> Clip(clip_high=0.28).widths({}), Clip().widths({"importance_sampling_level": "sequence"})
+        ((0.2, 0.28), (0.0003, 0.0004))
+        """
+        sequences = settings.get("importance_sampling_level") == "sequence"
+        low = (3e-4 if sequences else 0.2) if self.clip_low is None else self.clip_low
+        high = (4e-4 if sequences else low) if self.clip_high is None else self.clip_high
+        return low, high
+
+
+@dataclass(frozen=True)
+class LossMethod(Rival):
+    """A policy loss; its options are further fields.
+
+    Raises:
+        ConfigError: options that the loss refuses.
+    """
+
+    def __post_init__(self) -> None:
+        """Have the loss itself try its options."""
+        from tether.integrations.loss_options import check_loss_options
+
+        super().__post_init__()
+        check_loss_options(self.name, self.loss_options)
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The keywords of the loss."""
+        measuring = {one.name for one in fields(Rival)}
+        return {name: value for name, value in self.options().items() if name not in measuring}
+
+    @property
+    def label(self) -> str:
+        """The name, with what was chosen of the options.
+
+        >>> find_method("dppo")(divergence="top-k-kl").label
+        'dppo divergence=top-k-kl'
+        """
+        own = self.loss_options.keys() & self.changed().keys()
+        words = ", ".join(
+            f"{name}={_shown(getattr(self, name))}" for name in self.loss_options if name in own
+        )
+        return f"{self.name} {words}".strip()
+
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+        """`PolicyLossTrainer`."""
+        from trl import GRPOConfig
+
         from tether.integrations.trl_losses import PolicyLossTrainer
 
-        chosen = {"policy_loss": config.trust_region, "loss_options": dict(config.loss_options)}
-        return PolicyLossTrainer, GRPOConfig(**settings), chosen
-    low, high = config.clip_range if config.trust_region == "clip" else (math.inf, math.inf)
-    return OldPolicyTrainer, GRPOConfig(**settings, epsilon=low, epsilon_high=high), {}
+        return PolicyLossTrainer(
+            args=GRPOConfig(**settings), policy_loss=self.name, loss_options=self.loss_options,
+            **arguments, **self._looking(pack_sequences),
+        )  # fmt: skip
 
 
-def _troll_settings(config: TrainConfig) -> dict[str, Any]:
-    return {
-        "troll_kl_bound": config.kl_bound,
-        "troll_alpha": config.alpha,
-        "troll_top_k": config.top_k,
-        "troll_mass": config.mass,
-        "troll_support": config.support,
-        "troll_region": config.region,
-        "troll_pack_sequences": config.pack_sequences,
-    }
+_OF_TRL: dict[str, type[Method]] = {"troll": TROLL, "clip": Clip, "none": NoTrustRegion}
 
 
-def _estimator(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
-    if config.estimator == "ppo":
-        from tether.integrations.trl_critic import CriticOptions, CriticTrainer
+def method_names() -> list[str]:
+    """Every method there is by a plain name."""
+    from tether.losses import LOSSES  # torch, which the others do not need
 
-        critic = CriticOptions(
-            learning_rate=config.critic_learning_rate,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            clip_range=None if math.isinf(config.value_clip) else config.value_clip,
-        )
-        return CriticTrainer, {"critic": critic}
-    if config.estimator in _FROM_REWARDS:
-        from tether.integrations.trl_advantages import AdvantageTrainer
-
-        options = {"gamma": config.gamma} if config.estimator == "reinforce_plus_plus" else {}
-        return AdvantageTrainer, {"advantage": config.estimator, "advantage_options": options}
-    return None, {}
+    return sorted({*_OF_TRL, *LOSSES})
 
 
-def _inside(config: TrainConfig) -> tuple[type | None, dict[str, Any]]:
-    """The remedies that keep the network itself near the old policy, where any was chosen."""
-    if config.kl_stop is None and config.alpha_tolerance is None and config.regression_updates == 0:
-        return None, {}
-    from tether.integrations.trl_inside import InsideOptions, InsideTrainer
+@functools.cache
+def find_method(name: str) -> type[Method]:
+    """The class of a method; its fields are its options.
 
-    options = InsideOptions(
-        kl_stop=config.kl_stop,
-        alpha_tolerance=config.alpha_tolerance,
-        regression_updates=config.regression_updates,
-    )
-    return InsideTrainer, {"inside": options}
+    Args:
+        name: troll, clip, none, a loss of `tether.losses.LOSSES`, or where your own is,
+            "package.module:function".
+
+    Raises:
+        ConfigError: an unknown name, or nothing there to import.
+
+    >>> find_method("ppo_clip")(clip_ratio_high=0.28).changed()
+    {'clip_ratio_high': 0.28}
+    """
+    if name in _OF_TRL:
+        return _OF_TRL[name]
+    if name not in method_names() and ":" not in name:
+        raise unknown(name, method_names(), "method")
+    from tether.integrations.loss_options import loss_options
+
+    kind: type[Method] = kind_of(name, (LossMethod,), loss_options(name).values())
+    return kind
+
+
+def _shown(value: Any) -> str:
+    """A number as it is typed: 5, not 5.0."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tether.experiments.run_kind import PanelSpec, RunKind, Settings, plain_metric_text
+from tether.llm.saved_settings import current_settings
 
 
 def metric_text(name: str) -> str:
@@ -16,7 +17,7 @@ def metric_text(name: str) -> str:
 
 def bound_applies(settings: Settings) -> bool:
     """Whether the run has TROLL's bound: others carry it as an unused setting."""
-    return settings.get("trust_region", "troll") == "troll"
+    return settings.get("method.name", "troll") == "troll"
 
 
 PANELS = (
@@ -84,5 +85,6 @@ LLM_RUNS = RunKind(
         "within the bound and the model is pulled back to it. Large values or a collapsing entropy announce "
         "unstable training."
     ),
-    columns=("model", "task", "trust_region", "estimator", "updates_per_rollout", "learning_rate"),
+    columns=("model", "task", "method.name", "estimator.name", "updates_per_rollout", "learning_rate"),
+    current_settings=current_settings,
 )

@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
+from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
-from tether.experiments.step_meter import StepMeter
 from tether.llm.config import TrainConfig
-from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.run_kind import LLM_RUNS
-from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
+from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
     from tether.llm.evaluate import Evaluation
-    from tether.llm.failures import Whereabouts
+    from tether.llm.failures import Activity
 
 # Settings of a run that may be different when it is continued: how much, and what memory takes.
 _MAY_CHANGE = (
@@ -66,7 +65,7 @@ def train(config: TrainConfig) -> RunFolder:
             device=_device(config),
             quantization=config.quantization,
         )
-        if _begins(config):
+        if _looks_at_rewards(config):
             check_rewards(config, model, tokenizer, task)
         trainer = _build(config, model, tokenizer, task)
         with _run_folder(config) as run:
@@ -84,7 +83,7 @@ def _device(config: TrainConfig) -> torch.device:
     return torch.device(current.type, local_rank())
 
 
-def _begins(config: TrainConfig) -> bool:
+def _looks_at_rewards(config: TrainConfig) -> bool:
     """Whether this process is to look at rewards: once a run, and not with a model too large for one process
     (the evaluation before the first step shows them too)."""
     resumed = config.resume and (config.output / CONFIG_FILE).is_file()
@@ -105,6 +104,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         settings=config.settings(),
         resume=config.resume,
         may_change=_MAY_CHANGE,
+        current_settings=LLM_RUNS.current_settings,
         tensorboard=True,
     ) as run:
         yield run
@@ -132,7 +132,7 @@ def _run(
 
     from tether.llm.callbacks import stopping_on_interrupt
     from tether.llm.evaluate import evaluate_model
-    from tether.llm.failures import Whereabouts, stopping_with_a_reason
+    from tether.llm.failures import Activity, stopping_with_a_reason
 
     start = _starting_point(config, run, trainer)
     done = start.step if start else 0
@@ -144,12 +144,12 @@ def _run(
     # One display a run: the first process's.
     console = None if run is not None else Console(quiet=True)
     label = f"{config.label}, seed {config.seed}"
-    where = Whereabouts()
+    activity = Activity()
     with (
         TrainingProgress(
             config.steps, label, done=done, displayed=LLM_RUNS.displayed, console=console
         ) as progress,
-        stopping_with_a_reason(run, trainer, config, where),
+        stopping_with_a_reason(run, trainer, config, activity),
     ):
         trainer.args.output_dir = str(config.output / UNFINISHED)
         trainer.remove_callback(PrinterCallback)
@@ -159,7 +159,7 @@ def _run(
             max_response_tokens=config.max_response_tokens,
             chat_template_options=config.chat_template_options,
         )  # fmt: skip
-        stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, where)
+        stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, activity)
         with stopping_on_interrupt(stop, progress.message):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
         if trainer.state.global_step < config.steps:
@@ -167,7 +167,7 @@ def _run(
                 f"Stopped at step {trainer.state.global_step} of {config.steps}. Continue with --resume."
             )
             return
-        with where.during("saving the model"):
+        with activity.during("saving the model"):
             save_trained_model(config, run, trainer, tokenizer)
     if run is not None:
         run.mark_finished()
@@ -201,7 +201,7 @@ def _add_callbacks(
     task: Any,
     progress: TrainingProgress,
     evaluate: Callable[[], Evaluation],
-    where: Whereabouts,
+    activity: Activity,
 ) -> Callable[[], None]:
     """What happens around the steps, in this order; returns how to ask for a stop."""
     from tether.llm.callbacks import (
@@ -220,11 +220,11 @@ def _add_callbacks(
         trainer.add_callback(MetricsCallback(run, progress, config, meter))
         if "tensorboard" in config.report_to:
             trainer.add_callback(tensorboard_callback(run.path / "tensorboard" / "trl"))
-    trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, where))
+    trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, activity))
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
         samples.watch(trainer)
         trainer.add_callback(samples)
-    checkpoints = CheckpointCallback(run, config, where, trainer.accelerator)
+    checkpoints = CheckpointCallback(run, config, activity, trainer.accelerator)
     trainer.add_callback(checkpoints)
     return checkpoints.request_stop

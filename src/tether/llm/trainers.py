@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, MissingDependencyError
 from tether.llm.config import TrainConfig
-from tether.llm.methods import build_trainer, trl_settings_of
 from tether.llm.process import process_count
 from tether.llm.tasks import Task, reward_function, to_dataset
 
@@ -31,14 +30,7 @@ def make_trainer(
     task: Task,
     folder: Path,
 ) -> OldPolicyTrainer:
-    """The trainer a config asks for; all of them measure how far the policy moves.
-
-    Args:
-        config: what was chosen.
-        model, tokenizer: as `tether.llm.models.load_model_and_tokenizer` gives them.
-        task: gives the problems and checks the answers.
-        folder: where TRL puts its own files.
-    """
+    """The trainer a config asks for; all of them measure how far the policy moves."""
     arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
@@ -46,7 +38,16 @@ def make_trainer(
         "processing_class": tokenizer,
         "peft_config": _lora(config),
     }
-    return build_trainer(config, _trl_settings(config, task, folder), arguments)
+    arguments |= {
+        "estimator": config.estimator.for_trainer(),
+        "kl_stop": config.kl_stop,
+        "step_back": _step_back(config),
+        "anchor": config.anchor,
+        "sampler_weight": config.sampler_weight,
+        "lag": config.lag,
+    }
+    settings = _trl_settings(config, task, folder)
+    return config.method.build(settings, arguments, config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
     accumulation = config.responses_per_update // config.responses_per_micro_batch
     cpu = config.device == "cpu" or not torch.accelerator.is_available()
     return {
-        **trl_settings_of(config),
+        **config.estimator.spec.trl,
         "output_dir": str(folder),
         "use_cpu": cpu,
         "ddp_backend": "gloo" if cpu and process_count() > 1 else None,
@@ -151,6 +152,14 @@ def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
         rng.shuffle(once)
         order += once
     return dataset.select(order[:needed])
+
+
+def _step_back(config: TrainConfig) -> Any:
+    if config.step_back is None:
+        return None
+    from tether.integrations.trl_step_back import StepBackOptions
+
+    return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
 
 
 def _lora(config: TrainConfig) -> Any:

@@ -131,7 +131,7 @@ def _distance(
             'them out, or choose "top-k-tv" or "top-k-kl".'
         )
     if divergence == "binary-tv":
-        return (tokens.log_probs.exp() - tokens.old_log_probs.exp()).abs()
+        return tokens.probability_change
     return _binary_kl(tokens.log_probs, tokens.old_log_probs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError, renamed
+from tether.losses.sampler import Bound, bound_of_tokens, project_each_bound, seen_by_sampler
 from tether.ops import linear_trust_region
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import (
@@ -19,6 +21,7 @@ from tether.projection import (
     kl_categorical,
     project_categorical,
 )
+from tether.projection.sampled import SampledPolicy
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
 from tether.projection.tokens import ProjectedTokens
@@ -32,13 +35,13 @@ the mass of all others, or the hidden states and the LM head that make them."""
 @renamed(tail="support")
 def project_tokens(
     new: Policy,
-    old: Policy,
+    old: Policy | SampledPolicy,
     response_ids: Tensor,
     response_mask: Tensor,
     *former_order: Any,
     log_probs: Tensor | None = None,
     old_log_probs: Tensor | None = None,
-    kl_bound: float = TROLLSettings.kl_bound,
+    kl_bound: Bound = TROLLSettings.kl_bound,
     support: SparseSupport = "bucket",
     region: Region = TROLLSettings.region,
 ) -> ProjectedTokens:
@@ -50,12 +53,14 @@ def project_tokens(
 
     Args:
         new, old: both policies in one form (see `Policy`). A sparse old policy's ids must hold every sampled
-            token.
+            token. Or `old` is the policy that sampled, from its engine's report (`SampledPolicy`), and `new`
+            in any form; where sampling was truncated, the result is of `new` renormalised on the same set.
         response_ids: the sampled tokens, [B, T] integer.
         response_mask: [B, T]; distributions under a zero mask are ignored.
         log_probs, old_log_probs: exact, of the sampled tokens, [B, T]; by default those in `new` and `old`
             (of an old policy's hidden states they are not formed).
-        kl_bound, region: as in `tether.project_categorical`.
+        kl_bound, region: as in `tether.project_categorical`. Bounds may differ by token, [B, T], or follow
+            from the lag of a `SampledPolicy` (`LagBound`).
         support: of sparse policies, as in `tether.project_sparse`.
 
     Raises:
@@ -78,8 +83,19 @@ def project_tokens(
             "old_log_probs by name."
         )
     counted = response_mask > 0
-    _check_shapes(new, old, response_ids, response_mask)
+    check_shapes(new, old, response_ids, response_mask)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
+    kl_bound = bound_of_tokens(kl_bound, old, response_mask)
+    if isinstance(old, SampledPolicy):
+        _check_of_sampler(old, response_ids, counted, support)
+        new, log_probs = seen_by_sampler(new, old, counted, log_probs)
+        old_log_probs = old.log_probs if old_log_probs is None else old_log_probs
+        old = old.support
+    if isinstance(kl_bound, Tensor):
+        project = functools.partial(project_tokens, support=support, region=region)
+        return project_each_bound(
+            project, kl_bound, (new, old), response_ids, response_mask, log_probs, old_log_probs, region
+        )
     if isinstance(new, HiddenStates) and isinstance(old, HiddenStates):
         return _project_hidden_states(new, old, response_ids, counted, old_log_probs, kl_bound, region)
     outcomes = _outcomes(new, old, response_ids, counted, support)
@@ -89,10 +105,10 @@ def project_tokens(
         log_probs = outcomes.sampled(outcomes.new)
     if old_log_probs is None or support == "paper":
         old_log_probs = outcomes.sampled(outcomes.old)
-    kl, step, projected = result.kl, result.step, result.projected
+    kl, step, projected, converged = result.kl, result.step, result.projected, result.converged
     if region == "sequence":  # whose projection knows the divergence of its tokens in the mean alone
         kl = kl_categorical(outcomes.new.detach(), outcomes.old)
-        step, projected = (value[:, None].expand_as(kl) for value in (step, projected))
+        step, projected, converged = (value[:, None].expand_as(kl) for value in (step, projected, converged))
     projected = projected & counted
     certified, uncertain = _prove(new, old, kl, kl_bound, support, region)
     return ProjectedTokens(
@@ -107,6 +123,7 @@ def project_tokens(
         tail_mass=new.log_tail.detach().exp() if isinstance(new, SparseLogProbs) else torch.zeros_like(kl),
         certified=certified,
         uncertain=uncertain,
+        converged=converged,
     )
 
 
@@ -238,7 +255,24 @@ def _blank(distribution: SparseLogProbs, counted: Tensor, support: SparseSupport
     )
 
 
-def _check_shapes(new: Policy, old: Policy, ids: Tensor, mask: Tensor) -> None:
+def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor, support: SparseSupport) -> None:
+    if support == "paper":
+        raise InvalidInputError(
+            'support="paper" gives ids outside the support an invented probability; a sampler\'s report '
+            "knows "
+            'their exact mass. Use support="bucket".'
+        )
+    if bool((counted & (old.sampled_ids != ids)).any()):
+        row, position = (int(i) for i in (counted & (old.sampled_ids != ids)).nonzero()[0])
+        raise InvalidInputError(
+            f"sequence {row}, position {position}: the sampler reported to have drawn id "
+            f"{int(old.sampled_ids[row, position])}, the response has {int(ids[row, position])}. Align "
+            "records and "
+            "responses; never re-tokenise what was sampled."
+        )
+
+
+def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor) -> None:
     if mask.shape != ids.shape or ids.dim() != 2:
         raise InvalidInputError(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "

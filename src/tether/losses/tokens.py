@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ class Tokens:
     def ratio(self) -> Tensor:
         """new / old, at most e^80."""
         return self.log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
+
+    @property
+    def moves_away(self) -> Tensor:
+        """Whether the update pushes a token further from where it was sampled: A (new - old) > 0."""
+        return self.advantages * self.log_ratio.detach() > 0
+
+    @property
+    def probability_change(self) -> Tensor:
+        """|new - old| of each sampled token's probability: total variation of "this token or another"."""
+        return (self.log_probs.detach().exp() - self.old_log_probs.exp()).abs()
 
     def metrics(self, ratio: Tensor, acted: Tensor | None = None) -> dict[str, Tensor]:
         """`ratio_mean`, `ratio_max` and, where a rule acted on some tokens, their share `clipped`."""
@@ -88,6 +98,29 @@ def check_at_least(name: str, value: float, least: float, usual: str, *, above: 
     if not _is_number(value) or math.isnan(value) or value < least or (above and value == least):
         relation = "greater than" if above else "at least"
         raise InvalidInputError(f"{name} must be {relation} {least:g}, got {value!r} ({usual}).")
+
+
+def sequence_ratio(tokens: Tokens) -> Tensor:
+    """new / old of whole responses, the product of their tokens' ratios, [B, 1]; at most e^80."""
+    return tokens.log_ratio.sum(-1, keepdim=True).clamp_max(LARGEST_LOG_RATIO).exp()
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuse a value that is none of a Literal's."""
+    if value not in get_args(choices):
+        raise InvalidInputError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}.")
+
+
+def check_range(name: str, low: float, high: float, usual: str) -> None:
+    """Refuse bounds that are not 0 <= low <= high."""
+    check_at_least(f"{name}_low", low, 0.0, usual)
+    check_at_least(f"{name}_high", high, low, usual)
+
+
+def check_share(name: str, value: float, usual: str) -> None:
+    """Refuse a hyperparameter outside (0, 1], or NaN."""
+    if not _is_number(value) or not 0 < value <= 1:
+        raise InvalidInputError(f"{name} must lie in (0, 1], got {value!r} ({usual}).")
 
 
 def _is_number(value: Any) -> bool:

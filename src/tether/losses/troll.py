@@ -12,7 +12,9 @@ from tether.errors import renamed
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, check_tokens, sequence_log_ratio
 from tether.losses.project import Policy, project_tokens
+from tether.losses.sampler import Bound
 from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
+from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, masked_mean
 from tether.settings import Region, SparseSupport, TROLLSettings, check_alpha, check_choice
@@ -30,9 +32,10 @@ def troll(
     *,
     response_ids: Tensor,
     new: Policy,
-    old: Policy,
-    kl_bound: float = TROLLSettings.kl_bound,
+    old: Policy | SampledPolicy,
+    kl_bound: Bound = TROLLSettings.kl_bound,
     alpha: float = TROLLSettings.alpha,
+    policy_weights: Tensor | None = None,
     support: SparseSupport = "bucket",
     region: Region = TROLLSettings.region,
     ratio_level: RatioLevel = "token",
@@ -54,19 +57,25 @@ def troll(
         advantages: [B] or [B, T].
         response_mask: [B, T].
         response_ids: the sampled tokens, [B, T] integer.
-        new, old: both policies: log-probabilities [B, T, V], `SparseLogProbs` [B, T, K] or `HiddenStates`.
-        kl_bound: in nats, a token (or a sequence's mean token); `math.inf` for no trust region.
+        new, old: both policies: log-probabilities [B, T, V], `SparseLogProbs` [B, T, K] or `HiddenStates`; or
+            `old` the policy that sampled, a `SampledPolicy`, and its `log_probs` as `old_log_probs`.
+        kl_bound: in nats, a token (or a sequence's mean token); `math.inf` for no trust region. Also a tensor
+            of bounds [B, T], or a `LagBound`.
         alpha: weight of the regression, not negative.
+        policy_weights: of the policy gradient alone, [B, T]: see `troll_objective` and, for the decoupled
+            form, `tether.projection.truncated_weights`.
         support, region: as in `tether.project_sparse`.
         ratio_level: "token" or "sequence".
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
 
     Returns:
         The loss, and metrics `kl_mean`, `kl_max` (before the projection), `kl_projected_mean`,
-        `kl_projected_max` (after it; not under an infinite bound), `projected` (fraction), and, if `old` has
+        `kl_projected_max` (after it; not under an infinite bound), `projected` and `unconverged` (fractions;
+        of the latter, any is a row on which the solver failed), and, if `old` has
         a `log_tail_min`, `certified` and `uncertain` (fractions; see `ProjectedTokens`),
         `mean_step` (over projected tokens, 1 if there are none), `regression`, `entropy` (of the given
-        distribution: a sparse one's is a lower bound), `tail_mass`, `ratio_mean`, `ratio_max`.
+        distribution: a sparse one's is a lower bound; none of hidden states with a sampler's report),
+        `tail_mass`, `ratio_mean`, `ratio_max`.
 
     Raises:
         InvalidInputError: shapes that do not fit, negative alpha, or what the projection refuses.
@@ -88,12 +97,16 @@ def troll(
         new, old, response_ids, response_mask,
         log_probs=log_probs, old_log_probs=old_log_probs, kl_bound=kl_bound, support=support, region=region,
     )  # fmt: skip
-    objective = troll_objective(tokens, advantages, response_mask, alpha=alpha, ratio_level=ratio_level)
+    objective = troll_objective(
+        tokens, advantages, response_mask,
+        alpha=alpha, ratio_level=ratio_level, policy_weights=policy_weights,
+    )  # fmt: skip
     loss = aggregate(
         objective.token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length
     )
     entropy = tokens.entropy if tokens.entropy is not None else _entropy(new)
-    return PolicyLoss(loss, objective.metrics | {"entropy": masked_mean(entropy.detach(), response_mask)})
+    known = {} if entropy is None else {"entropy": masked_mean(entropy.detach(), response_mask)}
+    return PolicyLoss(loss, objective.metrics | known)
 
 
 @dataclass(frozen=True)
@@ -154,10 +167,12 @@ def troll_objective(
     return TROLLObjective(token_loss, ratio, tokens.metrics(response_mask) | read.metrics(ratio))
 
 
-def _entropy(policy: Policy) -> Tensor:
+def _entropy(policy: Policy) -> Tensor | None:
+    """None for hidden states at a sampler's ids, whose entropy nobody computed."""
     if isinstance(policy, SparseLogProbs):
         return policy.detach().entropy()
-    assert isinstance(policy, Tensor)
+    if not isinstance(policy, Tensor):
+        return None
     log_probs = policy.detach()
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     return -torch.where(torch.isneginf(log_probs), 0.0, log_probs.exp() * log_probs).sum(-1)

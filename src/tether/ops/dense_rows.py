@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tether.ops.rows import Upstream, probs_to_gradient
 from tether.ops.token_state import ProjectedRows
-from tether.projection.divergence import log_partition, where
+from tether.projection.anchored import AnchoredCurve, AnchoredStep
+from tether.projection.divergence import log_partition, rows_kl, where
 from tether.projection.geodesic import Geodesic
+from tether.projection.solve import may_ask
 
 
 class ProjectedUpstream(NamedTuple):
@@ -29,11 +32,76 @@ class ProjectedUpstream(NamedTuple):
         return ProjectedUpstream(*(value[rows] for value in self))
 
 
+class Compared(NamedTuple):
+    """What comparing some rows found."""
+
+    kl: Tensor
+    """KL(new || old), [n]."""
+    projections: list[tuple[Tensor, ProjectedRows]]
+    """Which of the rows are outside the bound, and their projections."""
+
+
+def compare_rows(new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool) -> Compared:
+    """Compare rows of logits [n, V], and project those outside the bound, each with a step of its own.
+
+    On a CPU `AnchoredCurve` does it where it can; `rows_kl` and `Geodesic` take what it cannot, and on an
+    accelerator everything, for it cannot be asked.
+    """
+    if not may_ask(new):
+        kl = rows_kl(new, old)
+        outside = (kl > kl_bound).nonzero().squeeze(-1)
+        return Compared(kl, _by_reference(new, old, ids, kl, kl_bound, outside) if project else [])
+    curve = AnchoredCurve(new, old, ids)
+    kl, reliable = curve.kl, curve.reliable
+    if not bool(reliable.all()):
+        doubtful = (~reliable).nonzero().squeeze(-1)
+        kl[doubtful] = rows_kl(new[doubtful], old[doubtful])
+    if not project:
+        return Compared(kl, [])
+    easy = (reliable & (kl > kl_bound)).nonzero().squeeze(-1)
+    hard = ~reliable & (kl > kl_bound)
+    projections = []
+    if easy.numel():
+        curve = curve.at(easy)
+        found = curve.solve(kl_bound)
+        projections.append((easy, _read_off_anchored(curve, found)))
+        hard[easy[~found.met]] = True
+    if bool(hard.any()):
+        # Last, for they take the place of what did not work out.
+        projections += _by_reference(new, old, ids, kl, kl_bound, hard.nonzero().squeeze(-1))
+    return Compared(kl, projections)
+
+
+def _by_reference(
+    new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float, rows: Tensor
+) -> list[tuple[Tensor, ProjectedRows]]:
+    if not rows.numel():
+        return []
+    return [(rows, project_rows(new[rows], old[rows], ids[rows], kl[rows], kl_bound))]
+
+
+def _read_off_anchored(curve: AnchoredCurve, found: AnchoredStep) -> ProjectedRows:
+    """The anchor is the sampled token, whose log-ratio is zero by definition."""
+    regression = (1 - found.step) * curve.mean_new + curve.log_new - found.log_prob
+    always = torch.ones_like(found.met)
+    return ProjectedRows(
+        projected_log_probs=found.log_prob,
+        projected_kl=found.kl,
+        regression=regression.clamp_min(0),
+        step=found.step,
+        constrained=always,
+        converged=always,
+        centred=-found.mean,
+        variance=found.variance,
+        unit=torch.ones_like(found.step),
+    )
+
+
 def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float) -> ProjectedRows:
-    """Project rows of logits [n, V] that are outside the bound, each with a step of its own."""
+    """Project rows of logits [n, V] that are outside the bound, whatever they hold."""
     geodesic = one_token_curves(new, old, kl, kl_bound)
-    x, constrained = geodesic.solve()
-    return read_off(geodesic, x, constrained, new, ids, geodesic.scale)
+    x, constrained, converged = geodesic.solve()
+    return read_off(geodesic, x, constrained, converged, new, ids, geodesic.scale)
 
 
 def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> Geodesic:
@@ -42,7 +110,13 @@ def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> G
 
 
 def read_off(
-    geodesic: Geodesic, x: Tensor, constrained: Tensor, new: Tensor, ids: Tensor, unit: Tensor
+    geodesic: Geodesic,
+    x: Tensor,
+    constrained: Tensor,
+    converged: Tensor,
+    new: Tensor,
+    ids: Tensor,
+    unit: Tensor,
 ) -> ProjectedRows:
     """What is kept of the distributions at x on their curves."""
     log_probs, probs, centred, variance = geodesic.at(x)
@@ -56,6 +130,7 @@ def read_off(
         regression=terms.sum(-1),
         step=x / geodesic.scale,
         constrained=constrained,
+        converged=converged,
         centred=centred.gather(-1, index).squeeze(-1) * scale,
         variance=variance * scale * scale,
         unit=unit,
@@ -68,7 +143,42 @@ def _divergence(log_probs: Tensor, probs: Tensor, old: Tensor) -> Tensor:
     return terms.sum(-1) / probs.sum(-1)
 
 
-def projected_gradient(
+def part_gradient(
+    logits: Tensor,
+    own: Upstream,
+    old: Tensor | None,
+    acting: Tensor,
+    ids: Tensor,
+    upstream: ProjectedUpstream,
+    kl_bound: float,
+) -> None:
+    """Replace logits [n, V] of the new policy by the gradient that reaches them.
+
+    Args:
+        own: what arrived for the network's own log-probabilities and entropies, [n].
+        old: old logits of the rows that act, [m, V].
+        acting: which rows those are, [m].
+        ids, upstream: of those rows, [m].
+    """
+    if old is None:
+        probs_to_gradient(torch.softmax(logits, -1, out=logits), own, 1.0)
+        return
+    every = acting.numel() == logits.shape[0]
+    ratio = torch.sub(logits if every else logits[acting], old)
+    if bool(ratio.sum().isfinite()):
+        probs = torch.softmax(logits, -1, out=logits)
+        extra = _gradient_without_zeros(probs if every else probs[acting], old, ratio, ids, upstream)
+    else:
+        extra = _gradient_with_zeros(logits[acting], old, ids, upstream, kl_bound)
+        probs = torch.softmax(logits, -1, out=logits)
+    probs_to_gradient(probs, own, 1.0)
+    if every:
+        probs += extra
+    else:
+        probs.index_add_(0, acting, extra)
+
+
+def _gradient_with_zeros(
     new: Tensor, old: Tensor, ids: Tensor, upstream: ProjectedUpstream, kl_bound: float
 ) -> Tensor:
     """Gradient with respect to the new logits of projected rows [n, V] whose steps are known.
@@ -77,9 +187,6 @@ def projected_gradient(
     direction that would change the divergence, taken out because the bound holds it fixed. Of the
     regression: r [v - p sum(v)], v = p (log p - log pi + 1).
     """
-    ratio = new - old
-    if bool(ratio.sum().isfinite()):
-        return _gradient_without_zeros(new, old, ratio, ids, upstream)
     geodesic = one_token_curves(new, old, torch.full_like(upstream.step, torch.inf), kl_bound)
     log_probs, probs, centred, _ = geodesic.at(upstream.step * geodesic.scale)
     log_probs, probs, centred = log_probs.squeeze(1), probs.squeeze(1), centred.squeeze(1)
@@ -98,22 +205,24 @@ def projected_gradient(
 
 
 def _gradient_without_zeros(
-    new: Tensor, old: Tensor, ratio: Tensor, ids: Tensor, upstream: ProjectedUpstream
+    new_probs: Tensor, old: Tensor, ratio: Tensor, ids: Tensor, upstream: ProjectedUpstream
 ) -> Tensor:
-    """The same where every probability is positive, in a quarter of the passes.
+    """The same from probabilities up to a factor a row, where all are positive, in a quarter of the passes.
 
-    The log-ratio z needs no normalisation: c = z - E_pi[z], and v - p sum(v) = (1 - s) p (z - E_p[z]).
+    The log-ratio z needs no normalisation: c = z - E_pi[z], and v - p sum(v) = (1 - s) p (z - E_p[z]). It is
+    overwritten.
     """
     step, sampled, along = upstream.step[:, None], upstream.sampled[:, None], upstream.along[:, None]
-    pull = upstream.regression[:, None] * (1 - step)
-    probs, new_probs = torch.addcmul(old, step, ratio).softmax(-1), new.softmax(-1)
-    terms = probs * ratio
-    mass = probs.sum(-1, keepdim=True)  # 1 but for the rounding of a large vocabulary
-    mean = terms.sum(-1, keepdim=True) / mass
-    new_mass = new_probs.sum(-1, keepdim=True)
-    new_mean = torch.mul(new_probs, ratio, out=terms).sum(-1, keepdim=True) / new_mass
-    grad = torch.addcmul(sampled - along * mean, along, ratio, out=terms).mul_(probs).mul_(-step / mass)
-    grad.addcmul_(new_probs, ratio.sub_(new_mean).mul_(pull / new_mass))
+    grad = torch.addcmul(old, step, ratio)
+    probs = torch.softmax(grad, -1)
+    # Their sums are 1 but for the rounding of a large vocabulary.
+    mass, new_mass = probs.sum(-1, keepdim=True), new_probs.sum(-1, keepdim=True)
+    mean = torch.linalg.vecdot(probs, ratio)[:, None] / mass
+    new_mean = torch.linalg.vecdot(new_probs, ratio)[:, None] / new_mass
+    share, pull = -step / mass, upstream.regression[:, None] * (1 - step) / new_mass
+    torch.addcmul((sampled - along * mean) * share, along * share, ratio, out=grad).mul_(probs)
+    torch.addcmul(-pull * new_mean, pull, ratio, out=ratio)
+    grad.addcmul_(new_probs, ratio)
     return grad.scatter_add_(-1, ids[:, None].long(), step * sampled)
 
 

@@ -52,9 +52,14 @@ class Head:
             logits[:, self.vocabulary_size :] = -torch.inf
         return logits
 
+    @property
+    def constant_slope(self) -> float:
+        """`slope` without a soft cap."""
+        return self.logit_scale / self.temperature
+
     def slope(self, logits: Tensor) -> Tensor | float:
         """Derivative of the transformed logits with respect to the head's raw output."""
-        slope = self.logit_scale / self.temperature
+        slope = self.constant_slope
         if self.softcap is None:
             return slope
         capped = logits * (self.temperature / self.softcap)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
-from tether.projection.divergence import BLOCK_ELEMENTS
 from tether.projection.solve import may_ask
+
+# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
+# share the overhead of what is done once a block, fewer fit its cache together with the temporaries.
+BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,25 @@ class PolicyPair:
         bias: Tensor | None,
         old: HiddenStates,
         sequences: Tensor | None = None,
+        rows: int | None = None,
     ) -> PolicyPair:
-        """With buffers for a block of rows."""
-        rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
+        """With buffers for so many rows, or for those of a block."""
+        if rows is None:
+            rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
         return cls(head, hidden, weight, bias, old, sequences, buffers)
+
+    def block(self, rows: slice) -> PolicyPair:
+        """Of some rows alone, in the same buffers."""
+        support = None if self.old.support is None else self.old.support[rows]
+        old = replace(self.old, hidden=self.old.hidden[rows], support=support)
+        buffers = self.buffers[:, : rows.stop - rows.start]
+        return replace(self, hidden=self.hidden[rows], old=old, buffers=buffers)
+
+    def holding(self, old_rows: Tensor) -> PolicyPair:
+        """The same where the buffers hold all new logits and the old ones of these rows."""
+        return replace(self, old_rows=old_rows)
 
     @property
     def vocabulary(self) -> int:
@@ -137,7 +153,7 @@ def check_pair(
             f"{tuple(hidden.shape)}, {tuple(old.hidden.shape)} and {tuple(ids.shape)}. Flatten batch and "
             "time, and keep the tokens that count."
         )
-    _check_heads(hidden, weight, bias, old)
+    check_heads(hidden, weight, bias, old)
     check_vocabulary_size(vocabulary_size, weight.shape[0])
     rows = hidden.shape[:1]
     if old.support is not None and old.support.log_tail.shape != rows:
@@ -149,7 +165,8 @@ def check_pair(
     check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 
-def _check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, old: HiddenStates) -> None:
+    """Refuse heads that do not fit the hidden states, or one another."""
     check_weight(hidden, weight)
     if old.weight is not None and weight.numel() and old.weight.shape != weight.shape:
         raise InvalidInputError(

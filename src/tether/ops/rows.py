@@ -96,12 +96,19 @@ def gather_upstream(
 def reduce_block(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, buffer: Tensor, out: Reduced
 ) -> None:
-    """Reduce the logits of a block of tokens to what `out` has room for; a CPU leaves them in `buffer`."""
+    """Reduce the logits of a block of tokens to what `out` has room for.
+
+    In `buffer` is left what `gradient_of_kept` starts from: probabilities, up to a factor a row, or logits
+    where the slope of a soft cap is read off them.
+    """
     logits = head.logits(hidden, weight, bias, buffer)
+    top_k = out.top_ids.shape[-1]
     for rows in _cached_rows(logits):
-        smallest = _smallest(logits[rows], head, out)
-        top_k, spoil = out.top_ids.shape[-1], not may_ask(logits)
-        found = reduce_rows(logits[rows], ids[rows], top_k, spoil=spoil)._replace(smallest=smallest)
+        part = logits[rows]
+        smallest = _smallest(part, head, out)
+        probs = part if head.softcap is None else None
+        zeros = head.vocabulary_size is not None
+        found = reduce_rows(part, ids[rows], top_k, probs=probs, zeros=zeros)._replace(smallest=smallest)
         for result, value in zip(out.at(rows), found, strict=True):
             result.copy_(value)
 
@@ -110,18 +117,26 @@ def gradient_block(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, upstream: Upstream
 ) -> Tensor:
     """Gradient that reaches the head's raw output for a block of tokens, [n, V]."""
-    return gradient_of_logits(head, head.logits(hidden, weight, bias, buffer), upstream)
+    logits = head.logits(hidden, weight, bias, buffer)
+    if head.softcap is None:
+        for part in _cached_rows(logits):
+            torch.softmax(logits[part], -1, out=logits[part])
+    return gradient_of_kept(head, logits, upstream)
 
 
-def gradient_of_logits(head: Head, logits: Tensor, upstream: Upstream) -> Tensor:
-    """The same from transformed logits, which it overwrites."""
-    for part in _cached_rows(logits):
-        slope = head.slope(logits[part])
-        logits_to_gradient(logits[part], upstream.at(part))
-        logits[part].mul_(slope)
+def gradient_of_kept(head: Head, kept: Tensor, upstream: Upstream, **_: Any) -> Tensor:
+    """The same from what `reduce_block` left, which it overwrites, in its precision."""
+    for part in _cached_rows(kept):
+        if head.softcap is None:
+            probs_to_gradient(kept[part], upstream.at(part), head.constant_slope)
+        else:
+            logits = kept[part]
+            slope = head.slope(logits)
+            logits_to_gradient(logits, upstream.at(part))
+            logits.mul_(slope)
     if head.vocabulary_size is not None:  # padding is -inf whatever the weights
-        logits[:, head.vocabulary_size :] = 0
-    return logits
+        kept[:, head.vocabulary_size :] = 0
+    return kept
 
 
 def keep_rows(logits: Tensor, rows: Tensor) -> Tensor:
@@ -133,23 +148,38 @@ def keep_rows(logits: Tensor, rows: Tensor) -> Tensor:
     return logits[: rows.shape[0]]
 
 
-def logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
-    """Replace logits by the gradient that reaches them: scatter(g) - p sum(g) - p (log p + H) g_H."""
-    log_probs = logits.sub_(upstream.log_sum[:, None])
-    if upstream.grad_entropy is None:
-        grad = log_probs.exp_().mul_(-upstream.total[:, None])
-    else:
-        probs = log_probs.exp()
+def probs_to_gradient(probs: Tensor, upstream: Upstream, slope: float) -> None:
+    """Replace probabilities, up to a factor a row, by `slope` times the gradient that reaches their logits.
+
+    That is scatter(g) - p sum(g) - p (log p + H) g_H.
+    """
+    mass = probs.sum(-1, keepdim=True)
+    taken = upstream.total[:, None]
+    if upstream.grad_entropy is not None:
         # Far below what has a probability in float64, and finite: 0 times infinity is NaN.
-        grad = log_probs.clamp_min_(-1e4).add_(upstream.entropy[:, None])
-        grad.mul_(upstream.grad_entropy[:, None]).add_(upstream.total[:, None])
-        grad.mul_(probs).neg_()
+        centred = (probs / mass).log_().clamp_min_(-1e4).add_(upstream.entropy[:, None])
+        probs.mul_(centred.mul_(upstream.grad_entropy[:, None]).add_(taken)).mul_(-slope / mass)
+    else:
+        probs.mul_(taken * (-slope / mass))
     for ids, arrived in upstream.gathered:
-        grad.scatter_add_(-1, ids.clamp_min(0).long(), arrived)
+        probs.scatter_add_(-1, ids.clamp_min(0).long(), arrived * slope)
 
 
-def reduce_rows(logits: Tensor, ids: Tensor, top_k: int, *, spoil: bool) -> Reduced:
-    """What the forward pass returns of a few rows; it may spoil their logits, which spares a copy."""
+def logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
+    """Replace logits by the gradient that reaches them, as `probs_to_gradient` does with a slope of one."""
+    logits.sub_(upstream.log_sum[:, None]).exp_()
+    probs_to_gradient(logits, upstream, 1.0)
+
+
+def reduce_rows(
+    logits: Tensor, ids: Tensor, top_k: int, *, probs: Tensor | None = None, zeros: bool = False
+) -> Reduced:
+    """What the forward pass returns of a few rows.
+
+    Args:
+        probs: where their probabilities go, up to a factor a row; may be `logits`.
+        zeros: whether some ids are known to have a logit of -inf.
+    """
     grouped = bool(top_k) and logits.shape[-1] >= GROUP
     maxima = group_maxima(logits) if grouped else logits
     largest = maxima.amax(-1, keepdim=True)
@@ -162,13 +192,14 @@ def reduce_rows(logits: Tensor, ids: Tensor, top_k: int, *, spoil: bool) -> Redu
         top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
     top_logits = logits.gather(-1, top_ids)
     # Measured from the largest logit, nothing below cancels.
-    shifted = logits.sub_(largest) if spoil else logits - largest
+    shifted = logits - largest
     log_probs = _gather(shifted, ids)
-    weights = shifted.exp()
-    total = weights.sum(-1)
-    log_total = total.log()
-    # 0 times -inf is 0, and -inf itself is no longer needed.
-    expected = weights.mul_(shifted.clamp_min_(-1e4)).sum(-1) / total
+    probs = torch.softmax(shifted, -1) if probs is None else torch.softmax(shifted, -1, out=probs)
+    # softmax is one fused pass, faster than exp alone. It adds up naively, which its own sum corrects, and
+    # its largest entry is 1 / sum(exp).
+    mass = probs.sum(-1)
+    log_total = (mass / probs.amax(-1)).log()
+    expected = _expected(probs, shifted, mass, zeros)
     return Reduced(
         log_probs=log_probs - log_total[:, None],
         largest=largest.squeeze(-1),
@@ -179,6 +210,15 @@ def reduce_rows(logits: Tensor, ids: Tensor, top_k: int, *, spoil: bool) -> Redu
         top_logits=top_logits,
         smallest=largest[:, :0],
     )
+
+
+def _expected(probs: Tensor, shifted: Tensor, mass: Tensor, zeros: bool) -> Tensor:
+    """E[shifted] a row; 0 times -inf is 0."""
+    if not zeros and may_ask(probs):
+        expected = torch.linalg.vecdot(probs, shifted) / mass
+        if bool(expected.isfinite().all()):
+            return expected
+    return torch.linalg.vecdot(probs, shifted.clamp_min_(-1e4)) / mass
 
 
 def _smallest(logits: Tensor, head: Head, out: Reduced) -> Tensor:

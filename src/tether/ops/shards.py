@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tether.projection.sparse import top_k_lowest_id
+from tether.projection.support import top_k_lowest_id
 
 
 @dataclass(frozen=True)

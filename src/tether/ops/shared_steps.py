@@ -9,7 +9,7 @@ from tether.errors import InvalidInputError
 from tether.ops.dense_rows import one_token_curves, read_off
 from tether.ops.policy_pair import PolicyPair, rows_at_a_time
 from tether.ops.token_state import TokenState
-from tether.projection.solve import may_ask, solve_increasing
+from tether.projection.solve import Root, may_ask, solve_increasing
 
 
 def project_sequences(pair: PolicyPair, ids: Tensor, state: TokenState, kl_bound: float) -> None:
@@ -35,7 +35,7 @@ def project_sequences(pair: PolicyPair, ids: Tensor, state: TokenState, kl_bound
     if not rows.numel():
         return
     width = _widest_ratio(pair, rows, means.count, kl_bound)
-    step = _common_step(pair, rows, means, kl, active, width, kl_bound)
+    step, converged = _common_step(pair, rows, means, kl, active, width, kl_bound)
     for block in pair.blocks(rows):
         new, old = pair.new_logits(block)[:, : pair.vocabulary], pair.old_logits(block)
         for part in rows_at_a_time(new):
@@ -44,7 +44,8 @@ def project_sequences(pair: PolicyPair, ids: Tensor, state: TokenState, kl_bound
             x = step[sequences[at]] * geodesic.scale
             constrained = torch.ones_like(x, dtype=torch.bool)
             unit = width[sequences[at]]
-            projection = read_off(geodesic, x, constrained, new[part], ids[at], unit)
+            met = converged[sequences[at]]
+            projection = read_off(geodesic, x, constrained, met, new[part], ids[at], unit)
             state.put(at, projection._replace(step=step[sequences[at]]))
 
 
@@ -81,7 +82,7 @@ def _common_step(
     active: Tensor,
     width: Tensor,
     kl_bound: float,
-) -> Tensor:
+) -> Root:
     """The step at which each active sequence's mean divergence meets the bound, [G]."""
     sequences = means.sequences
 

@@ -20,6 +20,7 @@ class TokenState(ProjectedTokens):
     entropy: Tensor
     certified: Tensor
     uncertain: Tensor
+    converged: Tensor
     log_sum: Tensor
     """Log of the sum of exponentials of the new logits."""
     constrained: Tensor
@@ -35,12 +36,13 @@ class TokenState(ProjectedTokens):
     def empty(cls, hidden: Tensor) -> TokenState:
         """Of tokens for which nothing has to be done."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        flags = {"projected", "certified", "uncertain", "constrained"}
+        flags = {"projected": False, "certified": False, "uncertain": False, "constrained": False}
+        flags["converged"] = True
         values = {"step": 1.0, "unit": 1.0, "tail_mass": torch.nan, "old_log_probs": torch.nan}
 
         def start(name: str) -> Tensor:
             if name in flags:
-                return hidden.new_zeros(hidden.shape[0], dtype=torch.bool)
+                return hidden.new_full(hidden.shape[:1], flags[name], dtype=torch.bool)
             return hidden.new_full(hidden.shape[:1], values.get(name, 0.0), dtype=dtype)
 
         return cls(**{name: start(name) for name in cls.names()})
@@ -90,6 +92,7 @@ class ProjectedRows(NamedTuple):
     regression: Tensor
     step: Tensor
     constrained: Tensor
+    converged: Tensor
     centred: Tensor
     variance: Tensor
     unit: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, arange, cat
 
 from tether.errors import InvalidInputError
-from tether.projection.sparse import top_k_lowest_id
+from tether.projection.support import top_k_lowest_id
 
 #: Neighbouring ids whose largest logit stands for them.
 GROUP = 128

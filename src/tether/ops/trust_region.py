@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.ops.dense_rows import ProjectedUpstream, project_rows, projected_gradient
+from tether.ops.dense_rows import ProjectedUpstream, compare_rows, part_gradient
 from tether.ops.head import Head, HeadGradients
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import KEPT
 from tether.ops.policy_pair import PolicyPair, check_pair, rows_at_a_time
-from tether.ops.rows import Upstream, gather_upstream, logits_to_gradient, reduce_rows
+from tether.ops.rows import Upstream, gather_upstream, reduce_rows
 from tether.ops.shared_steps import project_sequences
 from tether.ops.token_state import TokenState
 from tether.projection.certificate import certify
-from tether.projection.divergence import rows_kl
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
@@ -132,7 +131,7 @@ class _LinearTrustRegion(torch.autograd.Function):
             ratio_range = pair.log_ratio_range()
             old_rows = ids.new_empty(0, dtype=torch.long)
             for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
-                old_rows = _evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
+                old_rows = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
         _check_values(state.kl)
@@ -148,12 +147,12 @@ class _LinearTrustRegion(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
-        arrived = _Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)
+        arrived = Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
             total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.own.total.dtype)
             for block in pair.blocks(arrived.rows()):
-                total.add(block, _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
+                total.add(block, gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
         return (*total.rounded(), None, None, None, None, None)
 
 
@@ -165,7 +164,7 @@ def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> P
     return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows)
 
 
-def _evaluate_block(
+def evaluate_block(
     pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
 ) -> Tensor:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
@@ -176,7 +175,7 @@ def _evaluate_block(
     new = pair.new_logits(block)[:, : pair.vocabulary]
     for part in rows_at_a_time(new):
         at = block[part]
-        reduced = reduce_rows(new[part], ids[at, None], top_k=0, spoil=False)
+        reduced = reduce_rows(new[part], ids[at, None], top_k=0)
         state.new_log_probs[at], state.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
         state.log_sum[at] = reduced.largest + reduced.log_total
     state.projected_log_probs[block] = state.new_log_probs[block]
@@ -188,16 +187,12 @@ def _evaluate_block(
     for part in rows_at_a_time(old):
         # Without a certificate the rows are consecutive, and need no copy.
         rows = part if unknown.numel() == block.numel() else unknown[part]
-        kl = rows_kl(new[rows], old[part])
         at = block[rows]
-        state.kl[at] = kl
-        if pair.sequences is not None:
-            continue
-        outside = (kl > kl_bound).nonzero().squeeze(-1)
-        if outside.numel():
-            at = at[outside]
-            projection = project_rows(new[rows][outside], old[part][outside], ids[at], kl[outside], kl_bound)
-            state.put(at, projection)
+        alone = pair.sequences is None
+        compared = compare_rows(new[rows], old[part], ids[at], kl_bound, project=alone)
+        state.kl[at] = compared.kl
+        for outside, projection in compared.projections:
+            state.put(at[outside], projection)
     return block[unknown]
 
 
@@ -230,7 +225,7 @@ def _certify(
     return inside
 
 
-class _Arrived(NamedTuple):
+class Arrived(NamedTuple):
     """The gradient that arrived, a value a token."""
 
     own: Upstream
@@ -240,7 +235,7 @@ class _Arrived(NamedTuple):
     @classmethod
     def of(
         cls, state: TokenState, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
-    ) -> _Arrived:
+    ) -> Arrived:
         zero = torch.zeros_like(state.kl)
         log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
         sampled = torch.where(state.projected, projected, zero)
@@ -262,8 +257,8 @@ class _Arrived(NamedTuple):
         return (self.own.touched() | self.projected.acts).nonzero().squeeze(-1)
 
 
-def _gradient_of_block(
-    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: _Arrived, kl_bound: float
+def gradient_of_block(
+    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: Arrived, kl_bound: float
 ) -> Tensor:
     """Gradient that reaches the head's raw output, [n, V]."""
     grad = pair.new_logits(block)
@@ -275,17 +270,19 @@ def _gradient_of_block(
     for part in rows_at_a_time(inner):
         at, logits = block[part], inner[part]
         slope = pair.head.slope(logits)
-        outside = acts[part].nonzero().squeeze(-1)
-        new = logits[outside]
-        logits_to_gradient(logits, arrived.own.at(at))
-        if outside.numel():
+        acting = acts[part].nonzero().squeeze(-1)
+        rows, old_rows = at[acting], None
+        if acting.numel():
             assert old is not None
-            rows = at[outside]
-            old_rows = old[place[part][outside]]
-            logits[outside] += projected_gradient(
-                new, old_rows, ids[rows], arrived.projected.at(rows), kl_bound
-            )
-        logits.mul_(slope)
+            first, last = (
+                int(place[part][acting[0]]),
+                int(place[part][acting[-1]]),
+            )  # in rising order, no gaps
+            old_rows = old[first : last + 1]
+        upstream = arrived.projected.at(rows)
+        part_gradient(logits, arrived.own.at(at), old_rows, acting, ids[rows], upstream, kl_bound)
+        if isinstance(slope, Tensor) or slope != 1:
+            logits.mul_(slope)
     grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
     return grad
 

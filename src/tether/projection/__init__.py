@@ -13,16 +13,19 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
+from tether.projection.sampled import SampledPolicy, truncated_weights
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
 from tether.projection.tokens import ProjectedTokens
-from tether.settings import TROLLSettings
+from tether.settings import LagBound, TROLLSettings
 
 __all__ = [
     "CategoricalProjection",
     "Certificate",
     "CompactLogProbs",
     "GaussianProjection",
+    "LagBound",
     "ProjectedTokens",
+    "SampledPolicy",
     "SparseLogProbs",
     "SparseProjection",
     "TROLLSettings",
@@ -36,4 +39,5 @@ __all__ = [
     "project_diagonal_gaussian",
     "project_gaussian",
     "project_sparse",
+    "truncated_weights",
 ]

@@ -13,27 +13,29 @@ from tether.projection.categorical_triton_kernels import project_backward_kernel
 from tether.projection.solve import TOLERANCE
 
 
-def project_rows(new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Projected log-probabilities [N, V], step [N] and KL before the projection [N]; see `_Project`."""
+def project_rows(new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Projected log-probabilities [N, V], and [N] each: step, KL before the projection, whether the solver
+    converged; see `_Project`."""
     return _ProjectRows.apply(new, old, kl_bound)
 
 
 class _ProjectRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, new: Tensor, old: Tensor, kl_bound: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         new, old, bound = new.contiguous(), old.contiguous(), new.new_full((1,), kl_bound)
         log_probs, step, kl = torch.empty_like(new), new.new_empty(len(new)), new.new_empty(len(new))
-        constrained = torch.empty_like(step, dtype=torch.int8)
+        constrained, converged = (torch.empty_like(step, dtype=torch.int8) for _ in range(2))
         numbers = torch.finfo(new.dtype)
         with torch.cuda.device_of(new):
             project_kernel[(len(new),)](
-                new, old, bound, log_probs, step, kl, constrained, new.shape[-1],
+                new, old, bound, log_probs, step, kl, constrained, converged, new.shape[-1],
                 TOLERANCE=TOLERANCE[new.dtype], EPSILON=numbers.eps, TINY=numbers.tiny, **_sizes(new),
             )  # fmt: skip
         ctx.save_for_backward(new, old, bound, step, kl, constrained)
-        ctx.mark_non_differentiable(step, kl)
-        return log_probs, step, kl
+        converged = converged != 0
+        ctx.mark_non_differentiable(step, kl, converged)
+        return log_probs, step, kl, converged
 
     @staticmethod
     @once_differentiable

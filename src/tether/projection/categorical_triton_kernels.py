@@ -10,13 +10,14 @@ import triton.language as tl
 
 # The constants of `solve.py` and `geodesic.py`.
 _MAX_ITERATIONS: tl.constexpr = tl.constexpr(60)
+_CONVERGED: tl.constexpr = tl.constexpr(100.0)
 _VANISHING: tl.constexpr = tl.constexpr(-1e30)
 _FAR: tl.constexpr = tl.constexpr(4.0)
 
 
 @triton.jit
 def project_kernel(
-    new, old, bound, log_probs, step, kl, constrained, outcomes,
+    new, old, bound, log_probs, step, kl, constrained, converged, outcomes,
     TOLERANCE: tl.constexpr, EPSILON: tl.constexpr, TINY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`_Project.forward` of one row."""
@@ -34,19 +35,22 @@ def project_kernel(
         end, _ = _kl_and_slope(scale, start, ratio)
         end = tl.where(divergence == float("inf"), end, divergence)
         x = scale
+        met = limit > 0
         if end > limit:
             low = tl.minimum(tl.sqrt((limit - at_zero) * 8 * (1 - 1e-4)), scale)
-            x = _solve(
+            x, met = _solve(
                 start, ratio, limit, low, scale, _first_guess(end, limit, scale, spread), TOLERANCE, EPSILON
             )
         moved, _ = _normalised(start + x * ratio)
         tl.store(log_probs + at, moved, mask=inside)
         tl.store(step + row, x / scale)
         tl.store(constrained + row, (end > limit).to(tl.int8))
+        tl.store(converged + row, met.to(tl.int8))
     else:
         tl.store(log_probs + at, new_row, mask=inside)
         tl.store(step + row, 1.0)
         tl.store(constrained + row, 0)
+        tl.store(converged + row, 1)
 
 
 @triton.jit
@@ -184,6 +188,7 @@ def _solve(start, ratio, bound, low, high, guess, TOLERANCE: tl.constexpr, EPSIL
     x = tl.where((guess > low) & (guess < high), guess, tl.sqrt(low) * tl.sqrt(high))
     previous_error = bound * 0 + float("inf")
     done = bound < 0
+    converged = bound < 0
     iteration = 0
     while (iteration < _MAX_ITERATIONS) & ~done:
         value, slope = _kl_and_slope(x, start, ratio)
@@ -203,6 +208,7 @@ def _solve(start, ratio, bound, low, high, guess, TOLERANCE: tl.constexpr, EPSIL
         moved = tl.where(exhausted, tl.maximum(low, x - x * (2 * EPSILON)), moved)
         x = tl.where(met, x, moved)
         done = met | arrives | exhausted
+        converged = met | arrives | (exhausted & (error <= _CONVERGED * TOLERANCE))
         previous_error = tl.where(trusted, error, float("inf"))
         iteration += 1
-    return tl.where(done, x, low)
+    return tl.where(done, x, low), converged

@@ -159,7 +159,7 @@ def _step_on_geodesic(precision: Tensor, divergence: Tensor, bound: float) -> tu
         return step, inverse.flip((-1, -2)).mT, reached
     # ... and not for a policy that ran far away.
     target, end = torch.full_like(step, bound), torch.ones_like(step)
-    step = solve_increasing(divergence_and_slope, target, low, end, step, tolerance=_TOLERANCE)
+    step = solve_increasing(divergence_and_slope, target, low, end, step, tolerance=_TOLERANCE).x
     inverse = inverse_at(step)
     return step, inverse.flip((-1, -2)).mT, _kl_of_triangle(inverse)
 

@@ -71,7 +71,8 @@ class KullbackLeiblerCurve:
             moved = (lam - 1) / self._denominator(lam, s)
             return 0.5 * x_minus_log1p(s[:, None] * moved).sum(-1), 0.5 * s * moved.square().sum(-1)
 
-        return solve_increasing(divergence_and_slope, bound, low, high, start)
+        # Whether it converged is judged by the divergence of the result, once for all methods.
+        return solve_increasing(divergence_and_slope, bound, low, high, start).x
 
     def ratios(self, lam: Tensor, s: Tensor) -> Tensor:
         return lam / self._denominator(lam, s)

@@ -110,8 +110,9 @@ class Geodesic:
             divergence = torch.where(far, terms.sum(-1) / mass, divergence)
         return (self.weight * divergence).sum(-1), x * (self.weight * variance).sum(-1).clamp_min(0)
 
-    def solve(self) -> tuple[Tensor, Tensor]:
-        """x with KL = bound, and where that (and not the end of the curve) determines it, both [G]."""
+    def solve(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x with KL = bound, where that (and not the end of the curve) determines it, and whether it was met
+        (where it had to be), [G] each."""
         end = self.kl_at_end
         infinite = torch.isinf(end)  # an old zero: the curve ends without it
         if not may_ask(end) or bool(infinite.any()):
@@ -120,10 +121,10 @@ class Geodesic:
         # KL(x) <= KL(0) + x^2 / 8 as the ratio has range 1 (Hoeffding): a bracket nobody must search.
         low = ((self.bound - self.kl_at_zero) * 8 * (1 - 1e-4)).sqrt()
         low = torch.minimum(low, self.scale)
-        x = solve_increasing(
+        x, converged = solve_increasing(
             self._evaluate_if(constrained), self.bound, low, self.scale, self._first_guess(end)
         )
-        return torch.where(constrained, x, self.scale), constrained
+        return torch.where(constrained, x, self.scale), constrained, converged | ~constrained
 
     def _first_guess(self, end: Tensor) -> Tensor:
         """Where a x + b x^2, fitted to sqrt(2 KL) at both ends of the curve, meets the bound."""

@@ -43,6 +43,9 @@ class ProjectedTokens:
     """Proven to be inside the bound by the support alone, bool; None where nothing was asked of it."""
     uncertain: Tensor | None = None
     """The support can prove the token neither inside nor outside, bool."""
+    converged: Tensor | None = None
+    """Whether the token was inside the bound or the solver met it, bool (see `CategoricalProjection`): where
+    not, the projection respects the bound but does not use all of it. None where nobody said."""
 
     @property
     def log_probs(self) -> NoReturn:
@@ -67,6 +70,8 @@ class ProjectedTokens:
             if proof is not None
         }
         after = {}
+        if self.converged is not None:
+            after["unconverged"] = masked_mean((self.converged == 0).to(self.kl.dtype), response_mask)
         if self.projected_kl is not None:
             after["kl_projected_mean"] = masked_mean(self.projected_kl, response_mask)
             after["kl_projected_max"] = masked_max(self.projected_kl, response_mask)

@@ -11,6 +11,7 @@ import gymnasium
 
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 
+_RANDOM = {"random_init": True}
 _SPARSE_HOPPER = {"sparse": True, "height_weight": 10.0, "landing_weight": 2.0, "healthy_reward": 2.0}
 
 # id -> module, the first part of its classes' names (FooEnv and FooAdapter), steps of an episode, keywords
@@ -21,7 +22,20 @@ _TABLE: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "tether/BoxPushingDense-v0": ("box_pushing", "BoxPushing", 100, {}),
     "tether/BoxPushingSparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "sparse"}),
     "tether/BoxPushingSpatiallySparse-v0": ("box_pushing", "BoxPushing", 100, {"reward": "spatially_sparse"}),
+    "tether/BoxPushingRandomInitDense-v0": ("box_pushing", "BoxPushing", 100, _RANDOM),
+    "tether/BoxPushingRandomInitSparse-v0": (
+        "box_pushing",
+        "BoxPushing",
+        100,
+        _RANDOM | {"reward": "sparse"},
+    ),
     "tether/TableTennis-v0": ("table_tennis", "TableTennis", 300, {}),
+    "tether/TableTennisRandomInit-v0": (
+        "table_tennis",
+        "TableTennis",
+        300,
+        _RANDOM | {"reward": "dense", "violations": "executed"},
+    ),
 }
 for _task in META_WORLD_TASKS:
     _TABLE[f"tether/MetaWorld-{_task}"] = ("meta_world", "MetaWorld", 500, {"task": _task})

@@ -30,6 +30,7 @@ _FIXED_BOX = np.array([0.4, 0.3, -0.01, 0.0, 0.0, 0.0, 1.0])
 _BOX_LOW, _BOX_HIGH = np.array([0.3, -0.45, -0.01]), np.array([0.6, 0.45, -0.01])
 _NEAREST_TARGET = 0.3
 _SUCCESS_DISTANCE, _SUCCESS_ANGLE = 0.05, 0.5
+_REMEMBERED_STARTS = 1000
 
 
 class BoxPushingEnv(MujocoTaskEnv):
@@ -63,7 +64,7 @@ class BoxPushingEnv(MujocoTaskEnv):
         self._target_twin = self.model.body("target_pos").id
         self._rod = self.model.body("push_rod").id
         self._rod_tip = self.model.site("rod_tip").id
-        self._fixed_start: FloatArray | None = None
+        self._joints_above: dict[bytes, FloatArray] = {}
 
     def _begin(self) -> None:
         box = self._draw_place() if self.random_init else _FIXED_BOX
@@ -74,7 +75,7 @@ class BoxPushingEnv(MujocoTaskEnv):
             self.model.body_pos[body], self.model.body_quat[body] = target[:3], target[3:]
         self.data.qpos[7:9] = 0.0
         self.data.qpos[9:] = box
-        self.data.qpos[:7] = self._joints_above(box)
+        self.data.qpos[:7] = self._start_joints(box)
         mujoco.mj_forward(self.model, self.data)
         self._energy = 0.0
 
@@ -84,14 +85,16 @@ class BoxPushingEnv(MujocoTaskEnv):
         # The original puts sine first: every angle is as likely, so only the numbering of draws is odd.
         return np.concatenate([position, [math.sin(angle / 2), 0.0, 0.0, math.cos(angle / 2)]])
 
-    def _joints_above(self, box: FloatArray) -> FloatArray:
-        """Joint angles that put the rod into the box; solved once where the box never moves."""
-        if not self.random_init and self._fixed_start is not None:
-            return self._fixed_start
-        self.data.qpos[:7] = _START_JOINTS
-        above = box[:3] + np.array([0.0, 0.0, 0.15])
-        self._fixed_start = solve_inverse_kinematics(self.model, self.data, above, _ROD_DOWN)
-        return self._fixed_start
+    def _start_joints(self, box: FloatArray) -> FloatArray:
+        """Joint angles that put the rod into the box; an episode is reset to twice, and solved once."""
+        key = box.tobytes()
+        if key not in self._joints_above:
+            if len(self._joints_above) >= _REMEMBERED_STARTS:
+                self._joints_above.clear()
+            self.data.qpos[:7] = _START_JOINTS
+            above = box[:3] + np.array([0.0, 0.0, 0.15])
+            self._joints_above[key] = solve_inverse_kinematics(self.model, self.data, above, _ROD_DOWN)
+        return self._joints_above[key]
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
         torque = _TORQUE_SCALE * action
@@ -155,8 +158,8 @@ class BoxPushingAdapter(JointAdapter):
         velocity_gains=[0.1, 0.1, 0.1, 0.1, 0.06, 0.05, 0.03],
     )
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env, env_id)
         assert isinstance(env.unwrapped, BoxPushingEnv)
         target = tuple(range(21, 28))
         self.context_indices = (*range(7), *range(14, 21), *target) if env.unwrapped.random_init else target

@@ -104,6 +104,7 @@ class HopperJumpEnv(MujocoTaskEnv):
             "goal_distance": distance,
             "landing_distance": self._landing_distance,
             "healthy": healthy,
+            "took_off": self._jumped,
         }
 
     def _watch_landing(self, distance: float) -> None:
@@ -136,5 +137,6 @@ class HopperJumpAdapter(JointAdapter):
     dt = 0.008
     context_indices = (3, 4, 5, 15)
     headline = "max_height"
+    event_key = "took_off"
     extra_names = ("max_height", "goal_distance", "landing_distance")
     controller = PDController(position_gains=1.0, velocity_gains=0.1)

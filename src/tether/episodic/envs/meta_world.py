@@ -58,6 +58,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self.simulation.seeded_rand_vec = True
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), dtype=np.float64)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (39,), dtype=np.float64)
+        self._warnings = self.simulation.data.warning.number  # a view
         self._camera = Camera(self.simulation.model, render_mode, width, height, camera)
         self._mounted_upside_down = camera.startswith("corner")
         self._steps = 0
@@ -80,10 +81,8 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         """
         observation, reward, _, _, info = self.simulation.step(checked_action(self, action))
         self._steps += 1
-        raise_on_warnings(self.simulation.data, f"Meta-World {self.task}", self._steps)
-        success = bool(info["success"])
-        distance = float(info["obj_to_target"])
-        report = {"success": success, "success_at_end": success, "object_to_target": distance}
+        raise_on_warnings(self._warnings, self.simulation.data.time, f"Meta-World {self.task}", self._steps)
+        report = {"success": bool(info["success"]), "object_to_target": float(info["obj_to_target"])}
         state = np.asarray(observation, dtype=np.float64)
         return state, float(reward), False, self._steps >= self.horizon, report
 
@@ -99,20 +98,16 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
 
 
 class MetaWorldAdapter(PositionControlledEnv):
-    """The hand's mocap body and the gripper follow the trajectory; context: the whole first observation.
-
-    An episode succeeds if any step does, Meta-World's own convention; ``success_rule="last"`` asks for
-    success at the end, and the extra "success_at_end" tells it in any case.
-    """
+    """The hand's mocap body and the gripper follow the trajectory; context: the whole first observation."""
 
     num_dof = 4
     horizon = MetaWorldEnv.horizon
     dt = 0.0125
-    extra_names = ("success_at_end", "object_to_target")
+    extra_names = ("object_to_target",)
     controller = MocapController(scale=100.0)
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env, env_id)
         task = env.unwrapped
         assert isinstance(task, MetaWorldEnv)
         model, data = task.simulation.model, task.simulation.data

@@ -64,8 +64,8 @@ class PointReachAdapter(PositionControlledEnv):
     extra_names = ("distance",)
     controller = PDController(position_gains=5.0, velocity_gains=1.0)
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, **options: Any) -> None:
-        super().__init__(env, env_id, **options)
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env, env_id)
         assert isinstance(env.unwrapped, PointReachEnv)
         self._point = env.unwrapped
 

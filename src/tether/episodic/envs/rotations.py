@@ -24,7 +24,11 @@ def rotation_error(current: FloatArray, desired: FloatArray) -> FloatArray:
 
     Source: Siciliano et al., Robotics, equation 3.91.
     """
-    vector: FloatArray = (
-        current[0] * desired[1:] - desired[0] * current[1:] - np.cross(desired[1:], current[1:])
+    (w, a, b, c), (v, x, y, z) = current.tolist(), desired.tolist()
+    return np.array(
+        [
+            w * x - v * a - (y * c - z * b),
+            w * y - v * b - (z * a - x * c),
+            w * z - v * c - (x * b - y * a),
+        ]
     )
-    return vector

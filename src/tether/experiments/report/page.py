@@ -5,24 +5,21 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tether.errors import MissingDependencyError
 from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
-from tether.experiments.progress import format_duration
 from tether.experiments.report.panels import MOST_COLOURED, Picture, in_background, other_pictures, pictures
 from tether.experiments.report.responses import samples
-from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
-from tether.experiments.report.words import date_text, two_lines
+from tether.experiments.report.words import by_difference, compare_settings, mixed_labels, render
 from tether.experiments.run_config import now
-from tether.experiments.run_data import RunData, load_runs
+from tether.experiments.run_data import RunData
 from tether.experiments.run_kind import Kinds, RunKind
+from tether.experiments.study_table import load_runs
 from tether.experiments.summary import MethodSummary, format_gain, format_interval, summarise
 
-TEMPLATE = "page.html.jinja"
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
 MEDIA = {
     ".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif",
     ".webp": "image/webp", ".mp4": "video/mp4", ".webm": "video/webm",
@@ -31,18 +28,6 @@ EMBEDDED_BYTES = 8 * 2**20
 """Pictures and videos up to this size stand in the page; larger ones are named only."""
 NAMED_RIVALS = 3
 """So many methods the sentence on the outcome names; the others it counts."""
-
-
-@dataclass(frozen=True)
-class MediaFile:
-    """A picture or video a run made."""
-
-    title: str
-    run: str
-    path: str
-    data: str | None
-    """A data URI; None for a file too large to embed."""
-    is_video: bool
 
 
 def write_report(
@@ -99,10 +84,11 @@ def _render(
     comparison: tuple[str, Sequence[Row], str | None] | None,
 ) -> str:
     shared, differing = compare_settings(runs)
-    return _template().render(
+    return render(
+        TEMPLATE,
         title=title or _title(runs, [summary.label for summary in summaries]),
         kind=runs[0].kind,
-        created=date_text(now()),
+        created=now(),
         lead=_lead(summaries),
         summaries=[_summary_row(summary) for summary in summaries],
         metric=summaries[0].metric_text,
@@ -112,7 +98,11 @@ def _render(
         banded=any(len(summary.seeds) > 1 for summary in summaries),
         coloured=MOST_COLOURED,
         mixed=by_difference(mixed_labels(runs)),
-        columns=[name for name in ("kl_mean", "kl_max", "projected") if _any(summaries, name)],
+        columns=[
+            name
+            for name in ("kl_mean", "kl_max", "projected")
+            if any(getattr(summary, name) is not None for summary in summaries)
+        ],
         comparison=_comparison(runs[0].kind, comparison),
         plots=[_embedded(picture) for picture in plots],
         others=[_embedded(picture) for picture in others],
@@ -121,7 +111,7 @@ def _render(
         shared=shared,
         differing=differing,
         labels=[summary.label for summary in summaries],
-        runs=[_run_row(run) for run in runs],
+        runs=runs,
         versions=_versions(runs),
     )
 
@@ -133,27 +123,9 @@ def _comparison(
     if comparison is None or comparison[2] is None:
         return None
     metric, rows, baseline = comparison
-    points = {
-        point: [{name: two_lines(text) for name, text in cells_of(row, metric).items()} for row in group]
-        for point, group in by_point(rows).items()
-    }
+    points = {point: [cells_of(row, metric) for row in group] for point, group in by_point(rows).items()}
     columns = list(next(iter(points.values()))[0])
     return {"baseline": baseline, "metric": kind.metric_text(metric), "columns": columns, "points": points}
-
-
-def _template() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise MissingDependencyError("Reports need jinja2: pip install 'tether-rl[cli]'.") from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # labels, settings, prompts and responses are anybody's text
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE)
 
 
 def _lead(summaries: Sequence[MethodSummary]) -> str:
@@ -184,45 +156,37 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
 
 
 def _summary_row(summary: MethodSummary) -> dict[str, Any]:
+    fraction = summary.is_fraction
     return {
         "label": summary.label,
         "finished": summary.finished,
         "seeds": _seeds(summary.seeds),
-        "start": two_lines(format_interval(summary.start, summary.is_fraction)),
-        "final": two_lines(format_interval(summary.final, summary.is_fraction)),
-        "gain": two_lines(format_gain(summary.gain, summary.is_fraction)),
+        "start": format_interval(summary.start, fraction),
+        "final": format_interval(summary.final, fraction),
+        "gain": format_gain(summary.gain, fraction),
         "kl_mean": _number(summary.kl_mean),
         "kl_max": _number(summary.kl_max),
         "projected": "-" if summary.projected is None else f"{100 * summary.projected:.3g} %",
-        "step_seconds": "-" if summary.step_seconds is None else f"{summary.step_seconds:.3g}",
-        "run_time": format_duration(summary.run_seconds),
+        "step_seconds": _number(summary.step_seconds, ".3g"),
+        "run_seconds": summary.run_seconds,
     }
 
 
-def _run_row(run: RunData) -> dict[str, str]:
-    return {
-        "name": run.path.name,
-        "label": run.config.label,
-        "seed": str(run.config.seed),
-        "steps": str(run.steps),
-        "state": "finished" if run.finished else "unfinished",
-        "time": format_duration(run.seconds),
-        "started": date_text(run.config.started),
-    }
-
-
-def _media(runs: Sequence[RunData]) -> list[MediaFile]:
+def _media(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Pictures and videos the runs made; without data where they are too large to embed."""
     found = []
     for run in runs:
         for path in run.folder.figures() if run.folder is not None else ():
             kind = MEDIA.get(path.suffix.lower())
-            if kind is None:
-                continue
-            data = None
-            if path.stat().st_size < EMBEDDED_BYTES:
-                data = _data_uri(kind, path.read_bytes())
-            title = path.stem.replace("_", " ").replace("-", " ")
-            found.append(MediaFile(title, _run_name(run), str(path), data, kind.startswith("video")))
+            if kind is not None:
+                small = path.stat().st_size < EMBEDDED_BYTES
+                found.append({
+                    "title": path.stem.replace("_", " ").replace("-", " "),
+                    "run": _run_name(run),
+                    "path": path,
+                    "data": _data_uri(kind, path.read_bytes()) if small else None,
+                    "is_video": kind.startswith("video"),
+                })  # fmt: skip
     return found
 
 
@@ -257,14 +221,9 @@ def _run_name(run: RunData) -> str:
 
 def _seeds(seeds: Sequence[int]) -> tuple[str, str]:
     """How many, and which if they are few."""
-    listed = ", ".join(map(str, seeds))
-    named = f"seed{'s' if len(seeds) > 1 else ''} {listed}" if len(seeds) <= 6 else ""
+    named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}" if len(seeds) <= 6 else ""
     return str(len(seeds)), named
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"
-
-
-def _any(summaries: Sequence[MethodSummary], name: str) -> bool:
-    return any(getattr(summary, name) is not None for summary in summaries)
+def _number(value: float | None, form: str = ".2g") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from tether.experiments.report import tinted
 from tether.experiments.report.panels import bounds
+from tether.experiments.report.words import probability_text, tint, tint_texts, verdict, visible
 from tether.experiments.run_data import RunData, by_label
 
 SHOWN_RESPONSES = 8
@@ -16,48 +15,7 @@ LEVELS = (0.01, 0.1, 0.5, 1.0, 4.0)
 """Where the tint of a token changes, as multiples of the scale (the bound where there is one)."""
 
 
-@dataclass(frozen=True)
-class Token(tinted.Token):
-    """One token, tinted by how far the model has moved on it."""
-
-    level: int
-    """Tint: 0 (hardly moved) to ``len(LEVELS)``."""
-    projected: bool
-
-
-@dataclass(frozen=True)
-class Response:
-    """One sampled response as it is shown."""
-
-    prompt: str
-    reference: str
-    reward: str
-    verdict: str
-    """``"right"``, ``"partly right"`` or ``"wrong"``."""
-    tokens: list[Token]
-    projected: int
-    largest_kl: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some responses of one run at one step."""
-
-    label: str
-    seed: int
-    step: int
-    scale: float
-    """The KL in nats that `LEVELS` are multiples of."""
-    scale_is_bound: bool
-    responses: list[Response]
-
-    @property
-    def level_texts(self) -> list[str]:
-        """What each tint means, from the weakest."""
-        return tinted.tint_texts([f"{level * self.scale:.2g}" for level in LEVELS])
-
-
-def samples(runs: Sequence[RunData]) -> list[Sample]:
+def samples(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """The latest responses of the first run of each label that kept some."""
     chosen: list[tuple[RunData, int, list[Mapping[str, Any]]]] = []
     for group in by_label(runs).values():
@@ -71,14 +29,15 @@ def samples(runs: Sequence[RunData]) -> list[Sample]:
     bound = min(bounds(runs, runs[0].kind.token_bound_setting).values(), default=None)
     scale = bound if bound is not None else _typical_large_kl([row for *_, rows in chosen for row in rows])
     return [
-        Sample(
-            label=run.config.label,
-            seed=run.config.seed,
-            step=step,
-            scale=scale,
-            scale_is_bound=bound is not None,
-            responses=[_response(row, scale) for row in rows],
-        )
+        {
+            "label": run.config.label,
+            "seed": run.config.seed,
+            "step": step,
+            "scale": scale,
+            "scale_is_bound": bound is not None,
+            "level_texts": tint_texts([f"{level * scale:.2g}" for level in LEVELS]),
+            "responses": [_response(row, scale) for row in rows],
+        }
         for run, step, rows in chosen
     ]
 
@@ -91,37 +50,36 @@ def choose(rows: Sequence[Mapping[str, Any]], count: int = SHOWN_RESPONSES) -> l
     return first + rest[: count - len(first)]
 
 
-def _response(row: Mapping[str, Any], scale: float) -> Response:
+def _response(row: Mapping[str, Any], scale: float) -> dict[str, Any]:
     tokens = [_token(token, scale) for token in _tokens(row)]
     reward = float(row.get("reward", math.nan))
-    return Response(
-        prompt=tinted.prompt_text(row.get("prompt", "")),
-        reference=str(row.get("reference", "")),
-        reward=f"{reward:.3g}",
-        verdict=tinted.verdict(reward >= 1, reward),
-        tokens=tokens,
-        projected=sum(token.projected for token in tokens),
-        largest_kl=f"{_largest_kl(row):.2g}" if tokens else "-",
-    )
+    return {
+        "prompt": row.get("prompt", ""),
+        "reference": str(row.get("reference", "")),
+        "reward": f"{reward:.3g}",
+        "verdict": verdict(reward >= 1, reward),
+        "tokens": tokens,
+        "projected": sum(token["projected"] for token in tokens),
+        "largest_kl": f"{_largest_kl(row):.2g}" if tokens else "-",
+    }
 
 
-def _token(token: Mapping[str, Any], scale: float) -> Token:
-    kl = _kl(token)
+def _token(token: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    kl, text = _kl(token), str(token.get("text", ""))
     projected = bool(token.get("projected", False))
-    text = str(token.get("text", ""))
     lines = [f"KL {kl:.3g} nats"]
     new, old = (_probability(token.get(name)) for name in ("log_prob", "old_log_prob"))
     if new and old:
         lines.append(f"probability {old} → {new}")
     if projected:
         lines.append("projected back to the bound")
-    return Token(
-        text=tinted.visible(text),
-        level=tinted.tint(kl, [level * scale for level in LEVELS]),
-        projected=projected,
-        tip="\n".join(lines),
-        breaks=text.endswith("\n"),
-    )
+    return {
+        "text": visible(text),
+        "level": tint(kl, [level * scale for level in LEVELS]),
+        "projected": projected,
+        "tip": "\n".join(lines),
+        "breaks": text.endswith("\n"),
+    }
 
 
 def _tokens(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -146,4 +104,4 @@ def _typical_large_kl(rows: Sequence[Mapping[str, Any]]) -> float:
 def _probability(log_prob: object) -> str:
     if not isinstance(log_prob, int | float) or log_prob != log_prob:
         return ""
-    return tinted.probability_text(log_prob)
+    return probability_text(log_prob)

@@ -1,7 +1,8 @@
-"""How the old policy's distributions travel through TransferQueue: ragged, and nothing empty.
+"""The old policy as fields of verl's batch, whether they travel with it or wait on a worker: nothing empty.
 
 A batch in verl is a TensorDict of jagged tensors, one row a sequence. Five of them carry what
-`CompactLogProbs` keeps; `pack` makes them from one row a counted token, `unpack` turns them back.
+`CompactLogProbs` keeps; `pack` makes them from one row a counted token, `unpack` turns them back. Two more
+carry the hidden states of the exact trust region.
 
 | field | each sequence | bytes |
 |---|---|---|
@@ -9,6 +10,8 @@ A batch in verl is a TensorDict of jagged tensors, one row a sequence. Five of t
 | `troll_old_log_tail` | log of the mass of all other ids | 4 a counted token |
 | `troll_old_log_tail_min` | lower bound of their log-probabilities, for certificates | 4 a counted token |
 | `troll_old_ids`, `troll_old_log_probs` | ids and log-probabilities, token after token | 8 an id |
+| `troll_old_hidden` | hidden states of the counted tokens that this process has | 2 D a token in bfloat16 |
+| `troll_old_place` | which of the sequence's counted tokens those are | 4 a token |
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tether.projection.compact import CompactLogProbs
 COUNT, LOG_TAIL, LOG_TAIL_MIN = "troll_old_count", "troll_old_log_tail", "troll_old_log_tail_min"
 IDS, LOG_PROBS = "troll_old_ids", "troll_old_log_probs"
 FIELDS = (COUNT, LOG_TAIL, LOG_TAIL_MIN, IDS, LOG_PROBS)
+HIDDEN, PLACE = "troll_old_hidden", "troll_old_place"
 
 
 def pack(old: SparseLogProbs, response_mask: Tensor) -> dict[str, Tensor]:
@@ -95,14 +99,50 @@ def unpack(batch: Mapping[str, Any], response_mask: Tensor) -> SparseLogProbs:
     return compact.unpack()[counts[recorded]]
 
 
+def pack_hidden(hidden: Tensor, index: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    """Make the two fields of hidden states.
+
+    Args:
+        hidden: of the tokens this process has, in the order of the batch, [n, D].
+        index: their places among all counted tokens, [n].
+        per_sequence: counted tokens of each sequence, [B].
+
+    Example:
+        >>> import torch
+        >>> fields = pack_hidden(torch.ones(3, 2), torch.tensor([1, 2, 4]), torch.tensor([2, 3]))
+        >>> [row.tolist() for row in fields["troll_old_place"].unbind()]
+        [[1], [0, 2]]
+    """
+    ends = per_sequence.cumsum(0)
+    sequence = torch.searchsorted(ends, index, right=True)
+    here = torch.zeros_like(ends).index_add_(0, sequence, torch.ones_like(sequence))
+    offsets = torch.cat((ends.new_zeros(1), here.cumsum(0)))
+    place = (index - (ends - per_sequence)[sequence]).int()
+    return {HIDDEN: _jagged(hidden.detach(), offsets), PLACE: _jagged(place, offsets)}
+
+
+def unpack_hidden(batch: Mapping[str, Any], response_mask: Tensor, group: Any = None) -> Tensor:
+    """Hidden states of the tokens that count now, [N, D], those of all processes of `group` together."""
+    recorded, counts = _values(batch[COUNT]) > 0, _values(response_mask) > 0
+    tokens = response_mask.offsets()  # type: ignore[attr-defined]
+    ends = torch.cat((tokens.new_zeros(1), recorded.cumsum(0)))[tokens]
+    hidden, place = _values(batch[HIDDEN]), _values(batch[PLACE])
+    here = [len(row) for row in batch[PLACE].unbind()]
+    index = torch.repeat_interleave(ends[:-1], torch.tensor(here, device=ends.device)) + place
+    whole = hidden.new_zeros((int(ends[-1]), hidden.shape[-1])).index_copy_(0, index.long(), hidden)
+    if group is not None:  # each token is on one process, so that a sum puts it in its place
+        torch.distributed.all_reduce(whole, group=group)
+    return whole[counts[recorded]]
+
+
 def payload_bytes(fields: Mapping[str, Tensor]) -> int:
     """Bytes of the values the fields hold."""
-    return sum(_values(fields[name]).nbytes for name in FIELDS)
+    return sum(_values(fields[name]).nbytes for name in (*FIELDS, HIDDEN, PLACE) if name in fields)
 
 
 def _values(tensor: Tensor) -> Tensor:
     # Rows of equal lengths may come back stacked.
-    return tensor.values() if tensor.is_nested else tensor.flatten()
+    return tensor.values() if tensor.is_nested else tensor.flatten(0, 1)
 
 
 def _starts(counts: Tensor, tokens: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_rank,
@@ -18,23 +19,20 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from tether.errors import ConfigError
-from tether.integrations.verl import carrier
-from tether.integrations.verl.layout import refuse_padded_batch
-from tether.integrations.verl.losses import (
-    Partition,
-    RecordOldPolicy,
-    TROLLLoss,
-    refuse_missing_old_policy,
-)
+from tether.integrations.exact_head import HeadSnapshot
+from tether.integrations.verl.head import HiddenStatesHead
+from tether.integrations.verl.layout import Partition, refuse_padded_batch
+from tether.integrations.verl.losses import RecordOldPolicy, TROLLLoss, refuse_missing_old_policy
 from tether.integrations.verl.settings import (
     LOSS_MODE,
     MODEL_TYPE,
+    USE_BUCKET,
     TROLLPolicyLossConfig,
     same_settings,
     take_pending_settings,
 )
-
-_OPEN_SEAM = {"distillation_use_topk": True, "distillation_only": True}
+from tether.integrations.verl.store import OldPolicyStore
+from tether.integrations.verl.views import HiddenView, LogitsView, View
 
 
 class TROLLEngineMixin:
@@ -57,12 +55,19 @@ class TROLLEngineMixin:
             if settings is not None and settings.loss_mode == LOSS_MODE:
                 self._settings = settings
                 _refuse_settings(engine_config)
+                self._refuse_support(settings.troll_support)
+
+    def initialize(self) -> None:
+        """Build the model, and what TROLL needs of it."""
+        super().initialize()  # type: ignore[misc]
+        if self._settings is not None:
+            self._store = self._make_store(self._settings.troll_old_store == "local")
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """One optimiser step; with TROLL's loss on the projected policy."""
-        if not _asks_for_troll(loss_function):
-            return super().train_batch(data, loss_function)  # type: ignore[misc]
-        return super().train_batch(data, self._projecting(data, loss_function))  # type: ignore[misc]
+        if _asks_for_troll(loss_function):
+            loss_function = self._projecting(data, loss_function)
+        return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
         """Score a batch; if it is fresh, keep the policy's distributions beside the log-probabilities."""
@@ -71,9 +76,23 @@ class TROLLEngineMixin:
         elif loss_function is None and self._records(data):
             assert self._settings is not None
             refuse_padded_batch(data)
-            tu.assign_non_tensor(data, **_OPEN_SEAM)
-            loss_function = RecordOldPolicy(self._settings, self._partition())
+            with self._store.recording():
+                recording = RecordOldPolicy(self._view(data), self._partition(), self._store)
+                scored = super().infer_batch(data, recording)  # type: ignore[misc]
+                self._store.head = self._snapshot()
+            return scored
         return super().infer_batch(data, loss_function)  # type: ignore[misc]
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """All micro-batches of a batch; where TROLL asked for them, with what its view needs to see."""
+        watched: AbstractContextManager[Any] = nullcontext()
+        if isinstance(loss_function, RecordOldPolicy | TROLLLoss):
+            tu.assign_non_tensor(data, **loss_function.view.seam)
+            watched = loss_function.view.watching()
+        with watched:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     @contextmanager
     def _reference(self) -> Iterator[None]:
@@ -90,7 +109,7 @@ class TROLLEngineMixin:
 
     def _records(self, data: TensorDict) -> bool:
         """Whether this is the pass that scores fresh rollouts with the policy that made them."""
-        return self._settings is not None and not self._reference_pass and carrier.IDS not in data.keys()  # noqa: SIM118
+        return self._settings is not None and not self._reference_pass and not self._store.knows(data)
 
     def _projecting(self, data: TensorDict, loss_function: Callable[..., Any]) -> TROLLLoss:
         settings = loss_function.keywords["config"].policy_loss  # type: ignore[attr-defined]
@@ -101,9 +120,28 @@ class TROLLEngineMixin:
                 "tether.integrations.verl.TROLLPolicyLossConfig, and make the actor's configuration before "
                 "the actor."
             )
-        refuse_missing_old_policy(data)
-        tu.assign_non_tensor(data, **_OPEN_SEAM)
-        return TROLLLoss(loss_function, settings, self._partition())
+        refuse_missing_old_policy(data, self._store)
+        return TROLLLoss(loss_function, settings, self._view(data), self._partition(), self._store)
+
+    def _view(self, data: TensorDict) -> View:
+        assert self._settings is not None
+        return LogitsView(self._settings, self._partition())
+
+    def _make_store(self, local: bool, *, keeps_head: bool = False) -> OldPolicyStore:
+        worker = self.get_data_parallel_rank()  # type: ignore[attr-defined]
+        return OldPolicyStore(local, worker, keeps_head=keeps_head)
+
+    def _snapshot(self) -> HeadSnapshot | None:
+        """What is kept of the LM head of the policy that was recorded."""
+        return None
+
+    def _refuse_support(self, support: str) -> None:
+        """Refuse a support this engine does not give."""
+        if support == "exact":
+            raise ConfigError(
+                "policy_loss.troll_support=exact reads hidden states and the LM head of verl's FSDP2 engine. "
+                f"Set actor_rollout_ref.actor.strategy=fsdp2, or {USE_BUCKET}."
+            )
 
     def _partition(self) -> Partition:
         raise NotImplementedError
@@ -111,10 +149,52 @@ class TROLLEngineMixin:
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
 class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
-    """verl's FSDP engine (both versions) with TROLL. Ulysses sequence parallelism is experimental."""
+    """verl's FSDP engine (both versions) with TROLL, exact support on FSDP2 alone."""
+
+    _head: HiddenStatesHead | None = None
+
+    def _make_store(self, local: bool, *, keeps_head: bool = False) -> OldPolicyStore:
+        if self._settings is not None and self._settings.troll_support == "exact":
+            self._head = HiddenStatesHead(self.module, self.engine_config.reshard_after_forward)
+            keeps_head = self._head.trained
+        return super()._make_store(local, keeps_head=keeps_head)
+
+    def _view(self, data: TensorDict) -> View:
+        if self._head is None:
+            return super()._view(data)
+        assert self._settings is not None
+        with_entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
+        temperature = one_temperature(data["temperature"])
+        return HiddenView(
+            self._settings, self._partition(), self._head, temperature, self._store, with_entropy=with_entropy
+        )
+
+    def _snapshot(self) -> HeadSnapshot | None:
+        return None if self._head is None else self._head.snapshot()
+
+    def _refuse_support(self, support: str) -> None:
+        if self.engine_config.strategy != "fsdp2":
+            super()._refuse_support(support)
 
     def _partition(self) -> Partition:
         return Partition(sequence=_ulysses_shard, vocabulary=lambda columns: None)
+
+
+def one_temperature(temperature: Any) -> float:
+    """The sampling temperature of a batch.
+
+    Raises:
+        ConfigError: sequences of one batch with temperatures of their own.
+    """
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    values = temperature.flatten().unique().tolist()
+    if len(values) != 1:
+        raise ConfigError(
+            "policy_loss.troll_support=exact needs one sampling temperature a batch, found "
+            f"{len(values)} from {min(values):g} to {max(values):g}. Set {USE_BUCKET}."
+        )
+    return float(values[0])
 
 
 def _ulysses_shard() -> tuple[int, int]:
@@ -142,11 +222,12 @@ def _refuse_distillation() -> None:
 
 
 def _refuse_settings(engine_config: Any) -> None:
-    """Refuse what would keep the logits from the projection."""
+    """Refuse what would keep logits, or hidden states in their place, from the projection."""
     if engine_config.use_fused_kernels:
         raise ConfigError(
             "actor_rollout_ref.model.use_fused_kernels=True computes the sampled tokens' log-probabilities "
-            "without logits, and the projection reads logits. Set it to False."
+            "inside the model, out of the projection's reach. Set it to False: under troll_support=exact no "
+            "logits are formed either."
         )
     if engine_config.pad_to_length:
         raise ConfigError(

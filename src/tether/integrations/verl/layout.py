@@ -1,7 +1,8 @@
-"""Which rows of a packed micro-batch's logits predict the response tokens that count."""
+"""Which rows of a packed micro-batch predict the response tokens that count, and which of them are here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,21 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.errors import ConfigError
+from tether.ops.logits import VocabularyShard
+
+SequenceShard = Callable[[], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the rows of a micro-batch are spread over processes."""
+
+    sequence: SequenceShard
+    """Rank and size of the group each sequence is cut over."""
+    vocabulary: Callable[[int], VocabularyShard | None]
+    """From the columns of this process's logits to the shard they are."""
+    alignment: int = 1
+    """Each packed sequence is padded to a multiple of this many positions."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ verl made this seam for distillation: with `distillation_use_topk` in the batch 
 the temperature-scaled logits of a micro-batch to the loss function and keeps what comes back, one value a
 position, as model outputs; then it calls the loss function again with these. `distillation_only` makes
 it leave the sampled tokens' log-probabilities to the first call, which computes them in float32 anyway.
+Under exact support what arrives as logits are hidden states (`head.py`); `views.py` knows the difference.
 """
 
 from __future__ import annotations
 
 import contextvars
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,41 +22,31 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
 from tether.errors import ConfigError
-from tether.integrations.logits_hooks import (
-    VocabularyShard,
-    project_on_old_policy,
-    record_old_policy,
-)
 from tether.integrations.verl import carrier
-from tether.integrations.verl.layout import CountedTokens, counted_tokens, refuse_padded_batch, spread
+from tether.integrations.verl.layout import (
+    CountedTokens,
+    Partition,
+    counted_tokens,
+    refuse_padded_batch,
+    spread,
+)
 from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
+from tether.integrations.verl.store import OldPolicyStore
+from tether.integrations.verl.views import Recorded, View
 from tether.losses.troll import troll_objective
-from tether.projection import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, masked_max, masked_mean
 
-SequenceShard = Callable[[], tuple[int, int]]
-_LOG_PROBS = "log_probs"
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How the logits of a micro-batch are spread over processes."""
-
-    sequence: SequenceShard
-    """Rank and size of the group each sequence is cut over."""
-    vocabulary: Callable[[int], VocabularyShard | None]
-    """From the columns of this process's logits to the shard they are."""
-    alignment: int = 1
-    """Each packed sequence is padded to a multiple of this many positions."""
+_LOG_PROBS, _ENTROPY = "log_probs", "entropy"
 
 
 class RecordOldPolicy:
     """Stands in for the loss in the pass that scores the rollouts, and keeps what it sees."""
 
-    def __init__(self, settings: TROLLPolicyLossConfig, partition: Partition) -> None:
-        self._settings = settings
+    def __init__(self, view: View, partition: Partition, store: OldPolicyStore) -> None:
+        self.view = view
         self._partition = partition
-        self._recorded: SparseLogProbs | None = None
+        self._store = store
+        self._recorded: Recorded | None = None
 
     def __call__(
         self,
@@ -65,48 +56,25 @@ class RecordOldPolicy:
         student_logits: Tensor | None = None,
         data_format: str = "thd",
     ) -> Any:
-        """First call: the sampled tokens' log-probabilities. Second: the four fields of `carrier`."""
+        """First call: the sampled tokens' log-probabilities. Second: the fields that find the rest again."""
         if student_logits is not None:
             return self._record(student_logits, data, data_format)
         assert model_output is not None
         recorded, self._recorded = self._recorded, None
         assert recorded is not None
-        model_output.update(carrier.pack(recorded, data["response_mask"]))
+        fields = carrier.pack(recorded.support, data["response_mask"])
+        model_output.update(self._store.put({**fields, **(recorded.fields or {})}))
         return torch.zeros(()), {}
 
-    def _record(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
+    def _record(self, rows: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
-        rank, size = self._partition.sequence()
-        tokens = counted_tokens(data, logits.shape[1], (rank, size), self._partition.alignment)
-        old = record_old_policy(
-            logits[0],
-            tokens.sampled_ids,
-            top_k=self._settings.troll_top_k,
-            mass=self._settings.troll_mass,
-            rows=tokens.rows,
-            shard=self._partition.vocabulary(logits.shape[-1]),
-        )
-        log_probs = old.log_prob_of(tokens.sampled_ids)
-        self._recorded = old if size == 1 else self._gather(old, tokens)
-        return {_LOG_PROBS: spread(log_probs, tokens.rows, logits.shape[1])}
-
-    def _gather(self, old: SparseLogProbs, tokens: CountedTokens) -> SparseLogProbs:
-        """The distributions of the whole micro-batch from the slices of all processes."""
-        from verl.utils.ulysses import get_ulysses_sequence_parallel_group
-
-        group = get_ulysses_sequence_parallel_group()
-        total = int(tokens.per_sequence.sum())
-
-        def whole(values: Tensor) -> Tensor:
-            # Every token is on one process only, so that a sum puts each in its place.
-            places = values.new_zeros((total, *values.shape[1:])).index_copy(0, tokens.index, values)
-            torch.distributed.all_reduce(places, group=group)
-            return places
-
-        assert old.log_tail_min is not None
-        return SparseLogProbs(
-            whole(old.ids), whole(old.log_probs), whole(old.log_tail), whole(old.log_tail_min)
-        )
+        columns = rows.shape[1]
+        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
+        self._recorded = recorded = self.view.record(rows, tokens, data)
+        found = {_LOG_PROBS: spread(recorded.log_probs, tokens.rows, columns)}
+        if recorded.entropy is not None:
+            found[_ENTROPY] = spread(recorded.entropy, tokens.rows, columns)
+        return found
 
 
 # What the second call does not need, and so does not travel.
@@ -114,13 +82,18 @@ _STAYS = ("new_log_probs", "step", "entropy")
 _PREFIX = "troll_"
 
 
-def _as_outputs(tokens: ProjectedTokens, tokens_of_batch: CountedTokens, columns: int) -> dict[str, Tensor]:
+def _as_outputs(
+    tokens: ProjectedTokens, tokens_of_batch: CountedTokens, columns: int, with_entropy: bool
+) -> dict[str, Tensor]:
     """The projection as model outputs, one value a position: how the engine keeps it for the second call."""
-    values = {name: value for name, value in tokens.known().items() if name not in _STAYS}
+    values = {_PREFIX + name: value for name, value in tokens.known().items() if name not in _STAYS}
+    values[_LOG_PROBS] = tokens.new_log_probs
+    if with_entropy and tokens.entropy is not None:
+        values[_ENTROPY] = tokens.entropy
     return {
-        _PREFIX + name: spread(value.to(tokens.kl.dtype), tokens_of_batch.rows, columns)
+        name: spread(value.to(tokens.kl.dtype), tokens_of_batch.rows, columns)
         for name, value in values.items()
-    } | {_LOG_PROBS: spread(tokens.new_log_probs, tokens_of_batch.rows, columns)}
+    }
 
 
 def _from_outputs(model_output: dict[str, Any], data: TensorDict) -> ProjectedTokens:
@@ -146,11 +119,19 @@ class TROLLLoss:
     """
 
     def __init__(
-        self, ppo_loss: Callable[..., Any], settings: TROLLPolicyLossConfig, partition: Partition
+        self,
+        ppo_loss: Callable[..., Any],
+        settings: TROLLPolicyLossConfig,
+        view: View,
+        partition: Partition,
+        store: OldPolicyStore,
     ) -> None:
         self._ppo_loss = ppo_loss
         self._settings = settings
+        self.view = view
         self._partition = partition
+        self._store = store
+        self._seconds = 0.0
 
     def __call__(
         self,
@@ -170,33 +151,22 @@ class TROLLLoss:
             loss, metrics = self._ppo_loss(model_output=model_output, data=data, dp_group=dp_group)
         finally:
             _tokens.reset(before)
-        return loss, metrics | _metrics(tokens, data, self._settings)
+        return loss, metrics | _metrics(tokens, data, self._settings) | self._costs()
 
-    def _project(self, logits: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
+    def _project(self, rows: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
-        rank, size = self._partition.sequence()
-        tokens = counted_tokens(data, logits.shape[1], (rank, size), self._partition.alignment)
-        sequence_lengths = None
-        if self._settings.troll_region == "sequence":
-            if size > 1:
-                raise ConfigError(
-                    "actor_rollout_ref.actor.policy_loss.troll_region=sequence needs whole sequences on each "
-                    f"process, but sequence parallelism cuts them over {size}. Use troll_region=token or "
-                    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
-                )
-            sequence_lengths = tokens.per_sequence
-        projection = project_on_old_policy(
-            logits[0],
-            tokens.sampled_ids,
-            carrier.unpack(data, data["response_mask"])[tokens.index],
-            kl_bound=self._settings.troll_kl_bound,
-            support=self._settings.troll_support,  # type: ignore[arg-type]
-            mass=self._settings.troll_mass,
-            rows=tokens.rows,
-            shard=self._partition.vocabulary(logits.shape[-1]),
-            sequence_lengths=sequence_lengths,
-        )
-        return _as_outputs(projection, tokens, logits.shape[1])
+        start, columns = time.perf_counter(), rows.shape[1]
+        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
+        projection = self.view.project(rows, tokens, data, self._store.take(data, rows.device))
+        self._seconds = time.perf_counter() - start
+        return _as_outputs(projection, tokens, columns, self.view.with_entropy)
+
+    def _costs(self) -> dict[str, Metric]:
+        return {
+            "actor/troll/store_bytes": Metric(AggregationType.MAX, self._store.nbytes),
+            "actor/troll/record_seconds": Metric(AggregationType.MAX, self._store.record_seconds),
+            "actor/troll/projection_seconds": Metric(AggregationType.SUM, self._seconds),
+        }
 
 
 def refuse_data_format(data_format: str) -> None:
@@ -277,10 +247,10 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
     return result
 
 
-def refuse_missing_old_policy(data: TensorDict) -> None:
+def refuse_missing_old_policy(data: TensorDict, store: OldPolicyStore) -> None:
     """Refuse to update without what the old pass records."""
     refuse_padded_batch(data)
-    missing = [name for name in carrier.FIELDS if name not in data.keys()]  # noqa: SIM118  (a TensorDict)
+    missing = [name for name in store.needed if name not in data.keys()]  # noqa: SIM118  (a TensorDict)
     if missing:
         raise ConfigError(
             f"The batch lacks {', '.join(missing)}: the old policy was not scored by this engine. TROLL "

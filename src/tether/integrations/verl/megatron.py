@@ -9,7 +9,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from tether.integrations.verl.engines import TROLLEngineMixin
-from tether.integrations.verl.losses import Partition
+from tether.integrations.verl.layout import Partition
 from tether.integrations.verl.settings import MODEL_TYPE
 from tether.integrations.verl.vocabulary import refuse_megatron_settings, vocabulary_partition
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from verl.workers.config import PolicyLossConfig
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.verl_switch import OLD_STORE, RATIO, TROLL
 from tether.losses.troll import RatioLevel
 from tether.settings import TROLLSettings, check_choice
 
-#: `policy_loss.loss_mode` and the name in verl's registry of policy losses.
-LOSS_MODE = "troll"
-#: `model.model_type`, by which verl finds the engine.
-MODEL_TYPE = "troll"
+#: `policy_loss.loss_mode` and the name in verl's registry of policy losses; `model.model_type`.
+LOSS_MODE = MODEL_TYPE = TROLL
 
 _KEY = "actor_rollout_ref.actor.policy_loss"
+#: The remedy where the exact trust region cannot work.
+USE_BUCKET = f"{_KEY}.troll_support=bucket"
+
+OldStore = Literal["local", "queue"]
+"""Where the old policy waits: on the worker that recorded it, or in TransferQueue with the batch."""
+
 # How many ids a token has travels as int16; one more is the sampled token.
 _MOST_IDS = 2**15 - 2
 
@@ -39,15 +44,17 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
     troll_alpha: float = TROLLSettings.alpha
     """Weight of the regression of the network onto its projection."""
     troll_top_k: int = TROLLSettings.top_k
-    """Ids kept of each old token distribution, besides the sampled one."""
+    """Ids kept of each old token distribution, besides the sampled one; exact support proves with them."""
     troll_mass: float = TROLLSettings.mass
     """Keep fewer ids where the most likely ones hold this much probability together."""
-    troll_support: str = "bucket"
-    """What stands for all other ids: "bucket", one outcome with their exact mass, or "paper", the paper's
-    fixed probability of 1e-12 for each."""
+    troll_support: str = TROLLSettings.support
+    """Compare policies on the whole vocabulary ("exact", from hidden states), or on the ids kept, all others
+    being one outcome with their exact mass ("bucket") or having probability 1e-12 each ("paper")."""
+    troll_old_store: str = OLD_STORE
+    """Keep the old policy on the worker that recorded it ("local"), or send it with the batch ("queue")."""
     troll_region: str = TROLLSettings.region
     """Bound each "token"'s divergence, or the mean over the tokens of a "sequence"."""
-    troll_ratio: str = "token"
+    troll_ratio: str = RATIO
     """Ratio of each "token", or GSPO's of a "sequence" (with `loss_agg_mode=seq-mean-token-mean`)."""
 
     def __post_init__(self) -> None:
@@ -78,12 +85,8 @@ def _check(config: TROLLPolicyLossConfig) -> None:
         raise ConfigError(
             f"{_KEY}.troll_top_k must be at most {_MOST_IDS}, got {config.troll_top_k!r}; 64 is usual."
         )
-    if config.troll_support == "exact":
-        raise ConfigError(
-            f"{_KEY}.troll_support=exact needs the old policy's hidden states, which verl does not keep "
-            "between passes. Use bucket with a larger troll_top_k (1024 is close to exact)."
-        )
     try:
         check_choice("ratio", config.troll_ratio, get_args(RatioLevel))
+        check_choice("old_store", config.troll_old_store, get_args(OldStore))
     except InvalidInputError as error:
         raise ConfigError(f"{_KEY}.troll_{error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tether.errors import ConfigError
-from tether.integrations.verl.losses import Partition
+from tether.integrations.verl.layout import Partition
 from tether.integrations.verl.settings import LOSS_MODE
 from tether.ops.shards import VocabularyShard
 

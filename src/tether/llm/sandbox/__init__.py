@@ -7,7 +7,6 @@
 
 from tether.llm.sandbox.backends import Backend
 from tether.llm.sandbox.programs import Execution, Program, Status
-from tether.llm.sandbox.sandbox import Sandbox
-from tether.llm.sandbox.trial import available_backend
+from tether.llm.sandbox.sandbox import Sandbox, available_backend
 
 __all__ = ["Backend", "Execution", "Program", "Sandbox", "Status", "available_backend"]

@@ -20,13 +20,7 @@ _END_SECONDS = 10.0
 
 
 class Group:
-    """A control group of one program: its processes die together when they reach `memory` bytes.
-
-    Args:
-        parent: What `delegated` found.
-        memory: Bytes of the program, of whatever kind: pages, files in memory, the kernel's own objects.
-        processes: Processes and threads of the program.
-    """
+    """A control group of one program: its processes die together when they reach `memory` bytes."""
 
     def __init__(self, parent: Path, memory: int, processes: int) -> None:
         self._folder = parent / f"tether-{os.getpid()}-{secrets.token_hex(4)}"
@@ -47,11 +41,7 @@ class Group:
         return int(events[events.index("oom_kill") + 1]) > 0
 
     def close(self) -> None:
-        """End what is left in the group and remove it.
-
-        Raises:
-            SandboxError: Processes in it do not end.
-        """
+        """End what is left in the group and remove it."""
         self._set("cgroup.kill", 1)
         deadline = time.monotonic() + _END_SECONDS
         while True:

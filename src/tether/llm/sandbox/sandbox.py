@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
 import queue
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,21 +22,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tether.errors import ConfigError, InvalidInputError, SandboxError
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SandboxError
 from tether.llm.sandbox.backends import (
     BACKENDS,
     DEVICES,
     ENVIRONMENT,
     LAUNCHER,
     Backend,
+    Visible,
     command,
     drop_to,
+    interpreter,
+    visible,
 )
 from tether.llm.sandbox.cgroup import Group, group
 from tether.llm.sandbox.programs import Execution, Program
 from tether.llm.sandbox.supervise import Supervisor
 from tether.llm.sandbox.syscalls import compiled_filter
-from tether.llm.sandbox.visible import Visible, interpreter, visible
+from tether.llm.sandbox.trial import PROCESSES, REMEDY, try_to_escape
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +116,7 @@ class Sandbox:
         self._slots: queue.Queue[int] = queue.Queue()
         self._pool: ThreadPoolExecutor | None = None
         self._root: tempfile.TemporaryDirectory[str] | None = None
-        self._files = Visible([], [], [])
+        self.files = Visible([], [], [])
 
     def open(self) -> Sandbox:
         """Get ready to run programs; entering the context does this.
@@ -120,15 +126,13 @@ class Sandbox:
         """
         if self._pool is not None:
             return self
-        # Imported late: the trial runs a program in a sandbox.
-        from tether.llm.sandbox.trial import check_backend
-
         self.backend = check_backend(self.backend)
-        self._open()
+        self.start_workers()
         return self
 
-    def _open(self) -> None:
-        self._files = visible(self._added)
+    def start_workers(self) -> None:
+        """Get ready without trying the backend, which is how a backend is tried."""
+        self.files = visible(self._added)
         self._root = tempfile.TemporaryDirectory(prefix="tether-sandbox-")
         os.chmod(self._root.name, 0o755)
         self._stop = threading.Event()
@@ -240,7 +244,7 @@ class Sandbox:
             try:
                 _write_all(job_file, json.dumps(self._job(program, user)).encode())
                 line = command(
-                    self.backend, job_file, status_write, self._files, self._folder_size, user is not None
+                    self.backend, job_file, status_write, self.files, self._folder_size, user is not None
                 )
                 process = subprocess.Popen(
                     line if held is None else held.enter(line),
@@ -278,9 +282,9 @@ class Sandbox:
             "isolate": self.backend == "namespaces",
             "root": self._root.name,
             "launcher": LAUNCHER.read_text(encoding="utf-8"),
-            "readable": self._files.readable,
-            "hidden": self._files.hidden,
-            "added": self._files.added,
+            "readable": self.files.readable,
+            "hidden": self.files.hidden,
+            "added": self.files.added,
             "devices": DEVICES,
             "folder_size": self._folder_size,
             "drop_to": user,
@@ -291,6 +295,49 @@ class Sandbox:
             "environment": ENVIRONMENT,
             "code": program.code,
         }
+
+
+def available_backend() -> Backend:
+    """Say which backend works here: the first that contains a program trying to get out.
+
+    Raises:
+        MissingDependencyError: None does; the message says why each failed and what to install.
+
+    >>> available_backend() in ("bubblewrap", "namespaces")
+    True
+    """
+    return check_backend(None)
+
+
+def check_backend(backend: Backend | None) -> Backend:
+    """Give `backend`, or the first that works when it is None, after trying it once in this process."""
+    reasons = {}
+    for candidate in BACKENDS if backend is None else (backend,):
+        reason = try_backend(candidate)
+        if reason is None:
+            return candidate
+        reasons[candidate] = reason
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise MissingDependencyError(f"Programs cannot be isolated here ({told}). {REMEDY}")
+
+
+@functools.cache
+def try_backend(backend: Backend) -> str | None:
+    """Why a backend does not contain a program here; None if it does.
+
+    Raises:
+        MissingDependencyError: The filter of system calls cannot be made.
+    """
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
+        return "the program bwrap is not installed"
+    sandbox = Sandbox(1, backend=backend, processes=PROCESSES)
+    sandbox.start_workers()
+    try:
+        return try_to_escape(sandbox)
+    finally:
+        sandbox.close()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -28,14 +28,8 @@ class Supervisor:
     It never waits for the program: streams are read and written as far as they go at once, and every
     20 ms the clock and the memory of all the program's processes are looked at. Too late, too large or
     too talkative, and process 1 of the program's namespace is killed, which makes the kernel end all
-    others; the launcher ends after the last of them.
-
-    Args:
-        process: The launcher, with three unbuffered pipes.
-        status: Reading end of the pipe the launcher reports on; closed here.
-        program: What it runs.
-        output_limit: Bytes of either stream after which the program is stopped.
-        stop: Set from another thread to end the program at once.
+    others; the launcher ends after the last of them. The pipe it reports on is closed here, and `stop`, set
+    from another thread, ends the program at once.
     """
 
     def __init__(
@@ -59,11 +53,7 @@ class Supervisor:
         self._status: IO[bytes] = os.fdopen(status, "rb", buffering=0)
 
     def follow(self) -> Execution:
-        """Watch until the end and say what came of the program.
-
-        Raises:
-            SandboxError: The program could not be started, could not be ended, or `stop` was set.
-        """
+        """Watch until the end and say what came of the program."""
         exited = os.pidfd_open(self._process.pid)
         try:
             self._register(exited)

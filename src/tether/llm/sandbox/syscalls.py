@@ -18,19 +18,8 @@ from tether.errors import MissingDependencyError
 # exploits. The C library and Python do without: asyncio, for one, waits with poll where there is no epoll.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "files": (
-        *(
-            "read",
-            "write",
-            "readv",
-            "writev",
-            "pread64",
-            "pwrite64",
-            "preadv",
-            "pwritev",
-            "preadv2",
-            "pwritev2",
-        ),
-        *("open", "openat", "openat2", "creat", "close", "lseek", "dup", "dup2", "dup3"),
+        *("read", "write", "readv", "writev", "pread64", "pwrite64", "preadv", "pwritev", "preadv2"),
+        *("pwritev2", "open", "openat", "openat2", "creat", "close", "lseek", "dup", "dup2", "dup3"),
         *("stat", "lstat", "fstat", "newfstatat", "statx", "statfs", "fstatfs", "access", "faccessat"),
         *("faccessat2", "readlink", "readlinkat", "getdents", "getdents64", "getcwd", "chdir", "fchdir"),
         *("mkdir", "mkdirat", "rmdir", "rename", "renameat", "renameat2", "link", "linkat", "unlink"),
@@ -45,15 +34,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("fork", "vfork", "execve", "execveat", "exit", "exit_group", "wait4", "waitid", "kill", "tkill"),
         *("tgkill", "getpid", "getppid", "gettid", "getpgid", "setpgid", "getpgrp", "getsid", "setsid"),
         *("set_tid_address", "set_robust_list", "get_robust_list", "rseq", "arch_prctl", "futex"),
-        *(
-            "futex_waitv",
-            "futex_wake",
-            "futex_wait",
-            "futex_requeue",
-            "restart_syscall",
-            "getrusage",
-            "times",
-        ),
+        *("futex_waitv", "futex_wake", "futex_wait", "futex_requeue", "restart_syscall", "getrusage"),
+        "times",
         *("getrlimit", "setrlimit", "prlimit64", "getpriority", "setpriority", "getcpu", "uname", "sysinfo"),
         *("sched_yield", "sched_getaffinity", "sched_setaffinity", "sched_getparam", "sched_setparam"),
         *("sched_getscheduler", "sched_setscheduler", "sched_getattr", "sched_get_priority_max"),
@@ -102,9 +84,6 @@ def compiled_filter() -> bytes:
 
     Calls of another architecture end the program: libseccomp's default, and the reason why 32-bit calls
     are no way around the filter.
-
-    Raises:
-        MissingDependencyError: pyseccomp or the library libseccomp is missing, or the processor is another.
 
     >>> len(compiled_filter()) % 8
     0

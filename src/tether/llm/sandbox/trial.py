@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
-import sys
+from typing import Any
 
-from tether.errors import MissingDependencyError, SandboxError
-from tether.llm.sandbox.backends import BACKENDS, Backend
-from tether.llm.sandbox.sandbox import Sandbox
+from tether.errors import SandboxError
 
-_PROCESSES = 4
+PROCESSES = 4
+"""How many the program that tries to get out may start."""
 
 # Tries what a sandboxed program must not be able to do, and says what it could do all the same.
 _ESCAPES = """
@@ -64,7 +61,7 @@ if not children:
 print(json.dumps(escapes))
 """
 
-_REMEDY = (
+REMEDY = (
     "Install bubblewrap (apt-get install bubblewrap, or dnf install bubblewrap), or allow unprivileged user "
     "namespaces (sysctl -w user.max_user_namespaces=15000; on Ubuntu 24.04 also "
     "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
@@ -73,61 +70,20 @@ _REMEDY = (
 )
 
 
-def available_backend() -> Backend:
-    """Say which backend works here: the first that contains a program trying to get out.
-
-    Raises:
-        MissingDependencyError: None does; the message says why each failed and what to install.
-
-    >>> available_backend() in ("bubblewrap", "namespaces")
-    True
-    """
-    return check_backend(None)
-
-
-def check_backend(backend: Backend | None) -> Backend:
-    """Give `backend`, or the first that works when it is None, after trying it once in this process.
-
-    Raises:
-        MissingDependencyError: It does not work, or none does.
-    """
-    reasons = {}
-    for candidate in BACKENDS if backend is None else (backend,):
-        reason = try_backend(candidate)
-        if reason is None:
-            return candidate
-        reasons[candidate] = reason
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise MissingDependencyError(f"Programs cannot be isolated here ({told}). {_REMEDY}")
-
-
-@functools.cache
-def try_backend(backend: Backend) -> str | None:
-    """Run a program that tries to get out; None if it is contained, else the reason why it is not.
-
-    Raises:
-        MissingDependencyError: The filter of system calls cannot be made.
-    """
-    if sys.platform != "linux":
-        return f"it needs Linux, and this is {sys.platform}"
-    if backend == "bubblewrap" and shutil.which("bwrap") is None:
-        return "the program bwrap is not installed"
-    sandbox = Sandbox(1, backend=backend, processes=_PROCESSES)
+def try_to_escape(sandbox: Any) -> str | None:
+    """Run a program that tries to get out of a started `Sandbox` for `PROCESSES` processes."""
     host: dict[str, object] = {
         "process": os.getpid(),
         "folder": os.path.expanduser("~/.ssh/.."),
         "secret": next(iter(set(os.environ) - {"HOME", "TMPDIR", "PATH", "LANG", "LC_CTYPE"}), "USER"),
-        "processes": _PROCESSES,
+        "processes": PROCESSES,
     }
-    sandbox._open()
-    beside = {path.split("/")[2] for path in sandbox._files.readable if path.startswith("/tmp/")}
+    beside = {path.split("/")[2] for path in sandbox.files.readable if path.startswith("/tmp/")}
     host["expected"] = ["program.py", *beside]
     try:
         done = sandbox.run(_ESCAPES, json.dumps(host), time_limit=30.0)
     except SandboxError as error:
         return str(error)
-    finally:
-        sandbox.close()
     if not done.ok:
         return f"a program ended with {done.status} ({(done.detail or done.stderr).strip()[-300:]})"
     escapes = json.loads(done.stdout)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from tether.llm.sandbox.syscalls import SHARED_MAPPING
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIB = 1024
 # The most the kernel holds for one object. A pipe has 16 pages and 16 entries for them; a socket what waits
@@ -46,12 +46,7 @@ _PROPORTIONAL = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB$", re.MULTILI
 
 
 class Scales:
-    """Look, as often as asked, whether a program holds more memory than it may.
-
-    Args:
-        launcher: The process whose only child is process 1 of the program's namespace.
-        limit: Bytes the program may hold.
-    """
+    """Look, as often as asked, whether a program holds more memory than it may."""
 
     def __init__(self, launcher: int, limit: int) -> None:
         self._launcher = launcher
@@ -59,11 +54,7 @@ class Scales:
         self._restless = 0
 
     def verdict(self) -> str | None:
-        """Say why the program must be stopped, or None.
-
-        Raises:
-            PermissionError: The program, or this process's want of rights, keeps its memory from being seen.
-        """
+        """Say why the program must be stopped, or None."""
         init = first_child(self._launcher)
         if init is None:
             return None
@@ -74,7 +65,9 @@ class Scales:
             held = _pages(seen, self._limit)
             if held > self._limit:
                 return self._over(held)
-            restless = rough > _SHARED * self._limit and not _same(seen, _descendants(init))
+            restless = rough > _SHARED * self._limit and {one.process for one in seen} != {
+                one.process for one in _descendants(init)
+            }
         else:
             held, restless = rough, False
         # A page counts once, divided among its holders: one that came and went unseen would hide a part.
@@ -104,10 +97,6 @@ class _Seen(NamedTuple):
 def first_child(process: int) -> int | None:
     """The child of a process that has one, or None when it is gone."""
     return next(iter(_children(process)), None)
-
-
-def _same(some: list[_Seen], others: list[_Seen]) -> bool:
-    return {one.process for one in some} == {one.process for one in others}
 
 
 def _descendants(process: int) -> list[_Seen]:
@@ -214,9 +203,4 @@ def _proportional(place: str) -> int:
 
 def _same_memory(one: int, other: int) -> bool:
     """Whether two processes have the very same memory; kernels that cannot tell count it twice."""
-    return bool(_libc().syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return bool(_LIBC.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0)

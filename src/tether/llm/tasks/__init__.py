@@ -23,6 +23,7 @@ from tether.llm.tasks.math import MathTask
 from tether.llm.tasks.protocol import Problem, Prompt, Split, Task, Verdict
 from tether.llm.tasks.reasoning_gym import ReasoningGymTask
 from tether.llm.tasks.training import reward_function, to_dataset
+from tether.names import look_up
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": ArithmeticTask,
@@ -35,14 +36,14 @@ TASKS: dict[str, Callable[..., Task]] = {
     "code": CodeTask,
     "custom": CustomTask,
 }
-"""Every task by name; add your own entry to make it available to `make_task`."""
+"""Every task by name."""
 
 
 def make_task(name: str, **options: Any) -> Task:
     """Build a task from its name and options, as a configuration file gives them.
 
     Args:
-        name: A key of `TASKS`.
+        name: A key of `TASKS`, or where your own is: ``"package.module:name"``.
         **options: The task's own keywords.
 
     Raises:
@@ -50,19 +51,18 @@ def make_task(name: str, **options: Any) -> Task:
 
     >>> make_task("chained", terms=3).max_response_tokens
     30
-    >>> make_task("chess")  # doctest: +ELLIPSIS
+    >>> make_task("chaned")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tether.errors.ConfigError: Unknown task 'chess'. Use one of: aime, amc, arithmetic, chained, code, ...
+    tether.errors.ConfigError: Unknown task 'chaned'. Did you mean 'chained'? Known: aime, amc, ...
     """
-    if name not in TASKS:
-        raise ConfigError(f"Unknown task {name!r}. Use one of: {', '.join(sorted(TASKS))}.")
-    factory = TASKS[name]
+    factory = look_up(name, TASKS, "task")
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         known = ", ".join(inspect.signature(factory).parameters) or "none"
         raise ConfigError(f"Task {name!r}: {error}. Its options are: {known}.") from error
-    return factory(**options)
+    task: Task = factory(**options)
+    return task
 
 
 __all__ = [

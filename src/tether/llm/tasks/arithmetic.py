@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 
 from tether.errors import ConfigError
-from tether.llm.tasks.generated import draw_distinct
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request
+from tether.llm.tasks.generated import GeneratedTask
+from tether.llm.tasks.protocol import Problem, Verdict
 
 _ANSWER = re.compile(r"(-?\d{1,30})\s*", re.ASCII)
 
 
-class ArithmeticTask:
+class ArithmeticTask(GeneratedTask):
     """Give a model problems such as ``374+258=`` and check that it says ``632`` and stops.
 
     Problems are generated, so there is no data to fetch. Both operands have exactly `digits` digits and a
@@ -46,24 +45,6 @@ class ArithmeticTask:
         self.digits = digits
         self.operations = operations
         self.max_response_tokens = digits + 3
-
-    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Generate distinct problems of a split; the same arguments always give the same list.
-
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            limit: How many; by default 8192 for training and 512 for each of the others.
-            seed: Which ones, and their order.
-
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: The split holds fewer problems than asked for.
-
-        >>> [problem.prompt for problem in ArithmeticTask(digits=1).problems("train", limit=2)]
-        ['9-4=', '7-5=']
-        """
-        check_request(split, limit)
-        return draw_distinct(self._draw, self.name, split, limit, seed)
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1

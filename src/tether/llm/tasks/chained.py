@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 
 from tether.errors import ConfigError
-from tether.llm.tasks.generated import draw_distinct
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request
+from tether.llm.tasks.generated import GeneratedTask
+from tether.llm.tasks.protocol import Problem, Verdict
 
 _FINAL = re.compile(r"#(-?\d{1,30})\s*\Z", re.ASCII)
 _STEP = re.compile(r"(-?\d{1,30})([+-])(\d{1,30})=(-?\d{1,30})", re.ASCII)
 
 
-class ChainedTask:
+class ChainedTask(GeneratedTask):
     """Give a model ``23+45-17+80:`` and check the number it ends on after working step by step.
 
     A full response reads ``23+45=68;68-17=51;51+80=131;#131``. Only the number after ``#`` is rewarded;
@@ -42,23 +41,6 @@ class ChainedTask:
             raise ConfigError(f"terms is {terms}; the chained task takes 3 to 8 numbers.")
         self.terms = terms
         self.max_response_tokens = 11 * (terms - 1) + 8
-
-    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Generate distinct problems of a split; the same arguments always give the same list.
-
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            limit: How many; by default 8192 for training and 512 for each of the others.
-            seed: Which ones, and their order.
-
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-
-        >>> ChainedTask(terms=3).problems("train", limit=1)[0].metadata["solution"]
-        '83+92=175;175-70=105;#105'
-        """
-        check_request(split, limit)
-        return draw_distinct(self._draw, self.name, split, limit, seed)
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         total = rng.randint(10, 99)

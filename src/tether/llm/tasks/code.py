@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tether.errors import ConfigError, DataError
 from tether.llm.sandbox import Sandbox
@@ -18,10 +17,9 @@ from tether.llm.tasks.code_generated import draw_problem
 from tether.llm.tasks.code_harness import OUTPUT
 from tether.llm.tasks.code_judge import CodeJudge
 from tether.llm.tasks.code_rows import problem_of_row
+from tether.llm.tasks.data import DataTask, Located, read_hub, read_jsonl
 from tether.llm.tasks.generated import draw_distinct
-from tether.llm.tasks.hub import read_hub
-from tether.llm.tasks.jsonl import read_jsonl
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ Unjudgeable = Literal["skip", "refuse"]
 """What to do with a row whose tests cannot be judged outside the sandbox."""
 
 
-class CodeTask:
+class CodeTask(DataTask[Problem]):
     """Give a model programming problems and reward it when its code passes their tests.
 
     By default the problems come from a generator: a few steps on a list of integers. JSONL files and hub
@@ -68,7 +66,7 @@ class CodeTask:
     True
     """
 
-    name = "code"
+    name = stream = "code"
     chat = True
 
     def __init__(
@@ -122,33 +120,21 @@ class CodeTask:
             InvalidInputError: An unknown split, or `limit` below 1.
             DataError: Data that is missing, empty or malformed, or a split without a problem.
         """
+        if self.path is not None:
+            return super().problems(split, limit, seed)
         check_request(split, limit)
-        if self.path is None:
-            name = f"{self.name}/{self.steps}"
-            return draw_distinct(
-                lambda rng: draw_problem(rng, self.steps, self.instruction), name, split, limit, seed
-            )
-        problems = self._read(split)
-        if not problems:
-            raise DataError(
-                f"The {split} split of {self.path} has no problem that can be judged. Give more rows, or a "
-                "folder with train.jsonl and test.jsonl."
-            )
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(problems)
-        return problems[:limit]
+        name = f"{self.name}/{self.steps}"
+        return draw_distinct(
+            lambda rng: draw_problem(rng, self.steps, self.instruction), name, split, limit, seed
+        )
 
-    def verify(self, response: str, problem_answer: str) -> Verdict:
-        """Reward 1 if the code of the response passes every test of the problem, 0 otherwise.
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        """Reward 1 if the code of a response passes every test of its problem, 0 otherwise.
 
         The code is the last block between triple backquotes that defines the function asked for, or the
         last one; without any block, the whole response. Parts: ``"block"`` is 1 when there is a block,
         ``"passed"`` the share of tests passed, ``"timeout"``, ``"memory"`` and ``"killed"`` are 1 when
-        the sandbox had to stop the code.
-        """
-        return self.verify_many([response], [problem_answer])[0]
-
-    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
-        """Check many responses at once, on all of the sandbox's workers.
+        the sandbox had to stop the code. All of the sandbox's workers check at once.
 
         Raises:
             DataError: An answer that is none of this task's.
@@ -180,32 +166,28 @@ class CodeTask:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _read(self, split: Split) -> list[Problem]:
-        if str(self.path).startswith("hub:") or Path(str(self.path)).is_dir():
-            tested = self._judgeable(self._rows("test"))
-            if split == "test":
-                return tested
-            held_out = {_key(problem) for problem in tested}
-            return [
-                problem
-                for problem in self._judgeable(self._rows("train"))
-                if _key(problem) not in held_out and split_of(_key(problem), test_percent=0) == split
-            ]
-        problems = self._judgeable(read_jsonl(Path(str(self.path)), ()))
-        return [problem for problem in problems if split_of(_key(problem)) == split]
+    def _is_one_file(self) -> bool:
+        return not str(self.path).startswith("hub:") and super()._is_one_file()
 
-    def _rows(self, part: str) -> list[tuple[str, dict[str, Any]]]:
+    def _part(self, part: str) -> list[tuple[str, Problem]]:
         text = str(self.path)
-        if text.startswith("hub:"):
-            name, _, config = text.removeprefix("hub:").partition(":")
-            return read_hub(name, part, (), config or None)
-        return read_jsonl(Path(text) / f"{part}.jsonl", ())
+        if not text.startswith("hub:"):
+            return self._judgeable(read_jsonl(self._file(part), ()))
+        name, _, config = text.removeprefix("hub:").partition(":")
+        return self._judgeable(read_hub(name, part, (), config or None))
 
-    def _judgeable(self, rows: list[tuple[str, dict[str, Any]]]) -> list[Problem]:
+    def _key(self, where: str, row: Problem) -> str:
+        """Its text without differences in white space."""
+        return " ".join(json.dumps(row.prompt, ensure_ascii=False).split())
+
+    def _problem(self, where: str, row: Problem) -> Problem:
+        return row
+
+    def _judgeable(self, rows: Located) -> list[tuple[str, Problem]]:
         problems, skipped = [], []
         for where, row in rows:
             try:
-                problems.append(problem_of_row(where, row, self.instruction))
+                problems.append((where, problem_of_row(where, row, self.instruction)))
             except DataError as error:
                 if self.unjudgeable == "refuse":
                     raise
@@ -218,8 +200,3 @@ class CodeTask:
                 skipped[0],
             )
         return problems
-
-
-def _key(problem: Problem) -> str:
-    """A problem's identity: its text without differences in white space."""
-    return " ".join(json.dumps(problem.prompt, ensure_ascii=False).split())

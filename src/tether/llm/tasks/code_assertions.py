@@ -33,12 +33,6 @@ _MOST_TESTS = 1000
 class Assertions:
     """The tests that a row's statements make about a function.
 
-    Args:
-        entry: The function's name inside the sandbox.
-        where: Where the row stands, for errors.
-        context: What runs before the candidate.
-        parameter: Another name that the statements call it.
-
     >>> assertions = Assertions("add", "row 1", Context())
     >>> assertions.read(ast.parse("assert abs(add(1, 2) - 3) < 0.1").body)
     >>> assertions.tests[0].calls, assertions.tests[0].check
@@ -73,11 +67,7 @@ class Assertions:
                 self._context.opaque |= stored_names([statement])
 
     def read(self, statements: list[ast.stmt]) -> None:
-        """Read assertions, and what they need.
-
-        Raises:
-            DataError: A statement that cannot be judged outside the sandbox.
-        """
+        """Read assertions, and what they need."""
         for statement in statements:
             try:
                 self._read(statement)
@@ -92,11 +82,7 @@ class Assertions:
                 ) from error
 
     def compare(self, node: ast.expr, expected: Any, tolerance: float = 0.0) -> None:
-        """Add a test that an expression over a call gives a value, or a number at most `tolerance` away.
-
-        Raises:
-            DataError: The expression cannot be judged outside the sandbox.
-        """
+        """Add a test that an expression over a call gives a value, or a number at most `tolerance` away."""
         try:
             test = self._test(node).giving(expected, tolerance)
             self._refuse_shown(test)
@@ -108,11 +94,7 @@ class Assertions:
         self.tests.append(test)
 
     def finish(self) -> list[CallTest]:
-        """Every test.
-
-        Raises:
-            DataError: There is none, or none that says more than that two calls agree.
-        """
+        """Every test."""
         if not self._telling:
             raise DataError(
                 f"{self._where}: the tests assert nothing about what {self._entry!r} gives for itself. Fix "
@@ -185,11 +167,7 @@ class Assertions:
         return CallTest(apart.calls, ast.unparse(apart.check), apart.values)
 
     def call_inside(self, node: ast.Call) -> str:
-        """The source of a call of the candidate, as the sandbox gets it.
-
-        Raises:
-            ValueError: Its arguments need what is not there, or the candidate itself.
-        """
+        """The source of a call of the candidate, as the sandbox gets it."""
         redefined = {*self._context.helpers, *self._context.opaque}
         node.args = [_as_literal(argument, redefined) for argument in node.args]
         self._shown += shown_values([*node.args, *node.keywords], self._context.plain_calls)
@@ -306,11 +284,7 @@ def _as_literal(node: ast.expr, redefined: set[str]) -> ast.expr:
 
 
 def _literal(value: Any) -> ast.expr:
-    """An expression that gives a value.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """An expression that gives a value."""
     try:
         node = ast.parse(repr(value), mode="eval").body
         ast.literal_eval(node)

@@ -80,9 +80,6 @@ def dotted(node: ast.expr) -> str | None:
 def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression over `names`.
 
-    Raises:
-        FAILURES: Python would raise, or the expression goes beyond what is understood, or the bounds.
-
     >>> evaluate(ast.parse("abs(x - 1) < 0.5", mode="eval").body, {"x": 1.25})
     True
     """
@@ -201,9 +198,6 @@ class _Evaluation:
 def bind(target: ast.expr, value: Any) -> dict[str, Any]:
     """What the names in a loop's target stand for.
 
-    Raises:
-        ValueError: The target is more than names, or the value has another number of parts.
-
     >>> bind(ast.parse("a, (b, c)", mode="eval").body, (1, [2, 3]))
     {'a': 1, 'b': 2, 'c': 3}
     """
@@ -247,9 +241,6 @@ _NODES: dict[type, Callable[[_Evaluation, Any], Any]] = {
 
 def refuse_unknown(node: ast.expr, names: Iterable[str]) -> None:
     """Refuse an expression with a part that `evaluate` never understands, whatever `names` stand for.
-
-    Raises:
-        ValueError: Names the part.
 
     >>> refuse_unknown(ast.parse("x.equals(1)", mode="eval").body, ["x"])
     Traceback (most recent call last):

@@ -50,10 +50,6 @@ class TooLargeError(ValueError):
 def encode(value: Any, room: int = ROOM) -> str:
     """Write plain data as JSON in which tagged lists stand for what JSON lacks.
 
-    Raises:
-        TypeError: Something in it is no plain data.
-        TooLargeError: It takes more than `room` characters, or is nested more than `DEPTH` deep.
-
     >>> encode([1, (2.5, "x")])
     '["list",1,["tuple",["float","0x1.4000000000000p+1"],"x"]]'
     """

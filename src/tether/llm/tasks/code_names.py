@@ -98,11 +98,7 @@ class InPlace(ast.NodeTransformer):
         self.bound: set[str] = set()
 
     def place(self, node: ast.expr) -> ast.expr:
-        """The expression with its names replaced; the original is left as it is.
-
-        Raises:
-            ValueError: A name that means nothing outside the sandbox, or that would change its meaning.
-        """
+        """The expression with its names replaced; the original is left as it is."""
         self.bound = bound_names(node)
         placed: ast.expr = self.visit(copy.deepcopy(node))
         clash = self.bound & {*self._context.constants, *self._candidates}

@@ -19,9 +19,6 @@ from tether.llm.tasks.protocol import Problem, Prompt
 def problem_of_row(where: str, row: dict[str, Any], instruction: str) -> Problem:
     """Make a problem of a row, whichever of the known forms it has.
 
-    Raises:
-        DataError: The row has none of them, or tests that cannot be judged from outside.
-
     >>> row = {"prompt": "Add.", "test_list": ["assert add(1, 2) == 3"]}
     >>> problem_of_row("row 1", row, "").prompt
     [{'role': 'user', 'content': 'Add.\\n\\nYour code should pass a test such as: add(1, 2)'}]
@@ -63,11 +60,7 @@ def _own(where: str, row: dict[str, Any], instruction: str) -> Problem:
 
 
 def _tolerance(where: str, value: Any) -> float:
-    """A distance that a number may have from what is expected.
-
-    Raises:
-        DataError: it is negative, infinite or no number.
-    """
+    """A distance that a number may have from what is expected."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise DataError(
             f"{where}: the tolerance {value!r} of a test is no distance. Give a number of at least 0, or "

@@ -93,9 +93,6 @@ _DECODER = json.JSONDecoder(
 def decode(form: Any, depth: int = 0) -> Any:
     """Make a value of what `encode` wrote, once it is read as JSON.
 
-    Raises:
-        ValueError, TypeError, OverflowError: `form` is nothing that `encode` writes.
-
     >>> decode(["dict", "a", ["set", 1, 2]])
     {'a': {1, 2}}
     """
@@ -115,11 +112,7 @@ def decode(form: Any, depth: int = 0) -> Any:
 
 
 def bounded(number: int) -> int:
-    """Refuse an integer too large to work with.
-
-    Raises:
-        OverflowError: It has more than `BITS` bits.
-    """
+    """Refuse an integer too large to work with."""
     if number.bit_length() > BITS:
         raise OverflowError(f"an integer of more than {BITS} bits")
     return number
@@ -127,10 +120,6 @@ def bounded(number: int) -> int:
 
 def distinct(items: Iterable[Any]) -> list[Any]:
     """Elements on their way into a set or dict; chosen with equal hashes, they would take quadratic time.
-
-    Raises:
-        TypeError: One cannot be hashed.
-        OverflowError: More than 64 that differ have one hash.
 
     >>> distinct([3, 1, 3])
     [3, 1, 3]

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tether.errors import DataError
-from tether.llm.tasks.protocol import Problem, Split, split_of
+from tether.llm.tasks.protocol import Problem, Split, check_request, split_of
 
 DEFAULT_SIZES: dict[Split, int] = {"train": 8192, "validation": 512, "test": 512}
 """How many problems a generated task gives when nobody says."""
 
 _PATIENCE = 20_000
+
+
+class GeneratedTask:
+    """Problems made by a generator; a subclass draws one, with the key that tells it from others."""
+
+    name: str
+
+    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
+        """Generate distinct problems of a split; the same arguments always give the same list.
+
+        Args:
+            split: ``"train"``, ``"validation"`` or ``"test"``.
+            limit: How many; by default 8192 for training and 512 for each of the others.
+            seed: Which ones, and their order.
+
+        Raises:
+            InvalidInputError: An unknown split, or `limit` below 1.
+            DataError: The split holds fewer problems than asked for.
+        """
+        check_request(split, limit)
+        return draw_distinct(self._draw, self.name, split, limit, seed)
+
+    def _draw(self, rng: random.Random) -> tuple[str, Problem]:
+        raise NotImplementedError
 
 
 def draw_distinct(
@@ -21,14 +45,7 @@ def draw_distinct(
     limit: int | None,
     seed: int,
 ) -> list[Problem]:
-    """Draw problems until `limit` distinct ones of `split` are found.
-
-    Args:
-        draw: Gives a problem's canonical key and the problem, from a random generator.
-        name: The task's name, for the random stream and for errors.
-        split: The split to keep.
-        limit: How many problems; None takes `DEFAULT_SIZES`.
-        seed: Seed of the random stream.
+    """Draw problems, each with its canonical key, until `limit` distinct ones of `split` are found.
 
     Raises:
         DataError: No new problem turned up in 20,000 draws: the split is smaller than `limit`.

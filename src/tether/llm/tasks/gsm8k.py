@@ -1,26 +1,74 @@
-"""GSM8K: grade-school word problems with a number as answer."""
+"""GSM8K: grade-school word problems with a number as answer; and what tasks with a boxed answer share."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, DataError
-from tether.llm.tasks.hub import read_hub
-from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
+from tether.llm.tasks.data import (
+    BadRows,
+    DataTask,
+    Located,
+    as_messages,
+    check_bad_rows,
+    read_hub,
+    read_jsonl,
+)
 from tether.llm.tasks.math_answers import MathVerifier
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.protocol import Problem, Verdict
 
-HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+HUB_NAME = "openai/gsm8k"
 
 _FIELDS = ("question", "answer")
-_Rows = list[tuple[str, dict[str, Any]]]
 
 
-class GSM8KTask:
+class BoxedTask(DataTask[dict[str, Any]]):
+    r"""Problems whose answer is what a response's last ``\boxed{}`` holds, compared by math-verify."""
+
+    chat = True
+    box_reward = 0.0
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        instruction: str,
+        seconds: float,
+        require_boxed: bool,
+        bad_rows: BadRows,
+    ) -> None:
+        if not isinstance(instruction, str):
+            raise ConfigError(f"instruction is {instruction!r}; give text (empty for none).")
+        self.path = None if path is None else Path(path)
+        self.instruction = instruction
+        self.bad_rows = check_bad_rows(bad_rows)
+        self._verifier = MathVerifier(seconds, require_boxed)
+
+    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
+        r"""Reward 1 if the answer in a response's last ``\boxed{}`` equals the reference, 0 otherwise.
+
+        Only what follows the response's thinking counts, and a last box that is not closed is no answer.
+        Equality is math-verify's: fractions and decimals, sets, intervals, matrices and equations are
+        compared by meaning. Parts: ``"boxed"`` is 1 when the response ends in a complete box, ``"correct"``
+        when its answer is right.
+        """
+        return [
+            Verdict(
+                float(correct) + self.box_reward * boxed,
+                correct,
+                {"correct": float(correct), "boxed": float(boxed)},
+            )
+            for correct, boxed in self._verifier.check_many(responses, problem_answers)
+        ]
+
+    def close(self) -> None:
+        """Let go of the process that checks; a later check starts another."""
+        self._verifier.close()
+
+
+class GSM8KTask(BoxedTask):
     r"""Give a model the word problems of GSM8K and check the number it puts in ``\boxed{}``.
 
     The data comes from the hub (``openai/gsm8k``) or from JSONL files whose rows have ``question`` and
@@ -47,8 +95,7 @@ class GSM8KTask:
     True
     """
 
-    name = "gsm8k"
-    chat = True
+    name = stream = "gsm8k"
 
     def __init__(
         self,
@@ -58,78 +105,16 @@ class GSM8KTask:
         seconds: float = 2.0,
         bad_rows: BadRows = "refuse",
     ) -> None:
-        if not isinstance(instruction, str):
-            raise ConfigError(f"instruction is {instruction!r}; give text (empty for none).")
-        self.path = None if path is None else Path(path)
-        self.instruction = instruction
-        self.require_boxed = require_boxed
+        super().__init__(path, instruction, seconds, require_boxed, bad_rows)
         self.max_response_tokens = 512
-        self.bad_rows = check_bad_rows(bad_rows)
-        self._verifier = MathVerifier(seconds, require_boxed)
 
-    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Read the problems of a split, shuffled by `seed`.
-
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            limit: How many at most; None gives all.
-            seed: Their order, and so which ones a limit keeps.
-
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: Data that is missing, empty or malformed, or a split without a problem.
-            MissingDependencyError: `datasets`, which reads the hub, is not installed.
-        """
-        check_request(split, limit)
-        rows = self._rows(split)
-        if not rows:
-            raise DataError(
-                f"The {split} split of {self.path or HUB_NAME} has no problem. Give more rows, or a "
-                "folder with "
-                "train.jsonl and test.jsonl."
-            )
-        problems = [self._problem(where, row) for where, row in rows]
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(problems)
-        return problems[:limit]
-
-    def verify(self, response: str, problem_answer: str) -> Verdict:
-        r"""Reward 1 if the answer in the response's last ``\boxed{}`` equals the reference, 0 otherwise.
-
-        Only what follows the response's thinking counts, and a last box that is not closed is no answer.
-        Equality is math-verify's: ``\frac{10}{2}``, ``5.0`` and ``\$5`` equal 5. Part ``"boxed"`` is 1 when
-        the response ends in a complete box.
-        """
-        return self.verify_many([response], [problem_answer])[0]
-
-    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
-        """The verdicts `verify` would give, in order, several checked at a time."""
-        return [
-            Verdict(float(correct), correct, {"boxed": float(boxed)})
-            for correct, boxed in self._verifier.check_many(responses, problem_answers)
-        ]
-
-    def close(self) -> None:
-        """Let go of the process that checks; a later check starts another."""
-        self._verifier.close()
-
-    def _rows(self, split: Split) -> _Rows:
-        if self.path is not None and not self.path.is_dir():
-            rows = read_jsonl(self.path, _FIELDS, self.bad_rows, self._problem)
-            return [(where, row) for where, row in rows if split_of(row["question"]) == split]
-        tested = self._source("test")
-        if split == "test":
-            return tested
-        held_out = {row["question"] for _, row in tested}
-        return [
-            (where, row)
-            for where, row in self._source("train")
-            if row["question"] not in held_out and split_of(row["question"], test_percent=0) == split
-        ]
-
-    def _source(self, part: str) -> _Rows:
+    def _part(self, part: str) -> Located:
         if self.path is not None:
-            return read_jsonl(self.path / f"{part}.jsonl", _FIELDS, self.bad_rows, self._problem)
+            return read_jsonl(self._file(part), _FIELDS, self.bad_rows, self._problem)
         return read_hub(HUB_NAME, part, _FIELDS, "main", self.bad_rows, self._problem)
+
+    def _key(self, where: str, row: dict[str, Any]) -> str:
+        return str(row["question"])
 
     def _problem(self, where: str, row: dict[str, Any]) -> Problem:
         solution, marker, answer = row["answer"].rpartition("####")
@@ -139,9 +124,8 @@ class GSM8KTask:
                 f"{where}: the answer does not end in '#### <number>' but in {row['answer'][-40:]!r}. "
                 "Fix or remove the row."
             )
-        question = row["question"].strip()
-        content = f"{question}\n\n{self.instruction}" if self.instruction else question
-        return Problem([{"role": "user", "content": content}], answer, {"solution": solution.strip()})
+        prompt = as_messages(row["question"].strip(), self.instruction)
+        return Problem(prompt, answer, {"solution": solution.strip()})
 
 
 def _is_number(text: str) -> bool:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tether.errors import ConfigError, DataError
-from tether.llm.tasks.gsm8k import INSTRUCTION
-from tether.llm.tasks.hub import read_hub
-from tether.llm.tasks.jsonl import BadRows, check_bad_rows, read_jsonl
-from tether.llm.tasks.math_answers import MathVerifier, last_boxed
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.data import BadRows, Located, as_messages, read_hub, read_jsonl
+from tether.llm.tasks.gsm8k import INSTRUCTION, BoxedTask
+from tether.llm.tasks.math_answers import last_boxed
+from tether.llm.tasks.protocol import Problem
 
 Benchmark = Literal["math500", "amc", "aime"]
 """What the test split is: 500 problems of MATH, AMC 12 of 2022 and 2023, or AIME 2024."""
@@ -34,10 +31,8 @@ FILES: dict[str, str] = {
 }
 """What the files of a data folder are called."""
 
-_Rows = list[tuple[str, dict[str, Any]]]
 
-
-class MathTask:
+class MathTask(BoxedTask):
     r"""Give a model competition problems and check the expression it puts in ``\boxed{}``.
 
     Training problems are MATH's; the test split is the benchmark of choice. A tenth of the training
@@ -66,8 +61,7 @@ class MathTask:
     True
     """
 
-    name = "math"
-    chat = True
+    name = stream = "math"
 
     def __init__(
         self,
@@ -87,93 +81,29 @@ class MathTask:
             raise ConfigError(
                 f"box_reward is {box_reward}; give at least 0 and less than 1, an answer's reward."
             )
+        super().__init__(path, instruction, seconds, require_boxed, bad_rows)
         self.name = "math" if benchmark == "math500" else benchmark
-        self.path = None if path is None else Path(path)
         self.benchmark = benchmark
-        self.instruction = instruction
-        self.require_boxed = require_boxed
         self.box_reward = box_reward
         self.max_response_tokens = 1024
-        self.bad_rows = check_bad_rows(bad_rows)
-        self._verifier = MathVerifier(seconds, require_boxed)
 
-    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """Read the problems of a split, shuffled by `seed`.
+    def _file(self, part: str) -> Path:
+        name = FILES[self.benchmark if part == "test" else part] if part else ""
+        return Path(str(self.path)) / name
 
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            limit: How many at most; None gives all.
-            seed: Their order, and so which ones a limit keeps.
-
-        Raises:
-            InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: Data that is missing, empty or malformed, or a split without a problem.
-            MissingDependencyError: `datasets`, which reads the hub, is not installed.
-        """
-        check_request(split, limit)
-        problems = [self._problem(where, row) for where, row in self._rows(split)]
-        if not problems:
-            raise DataError(
-                f"The {split} split of {self.path or 'MATH'} has no problem. Give more rows, or a folder "
-                f"with {' and '.join(FILES.values())}."
-            )
-        random.Random(f"math/{split}/{seed}").shuffle(problems)
-        return problems[:limit]
-
-    def verify(self, response: str, problem_answer: str) -> Verdict:
-        r"""Reward 1 if the answer in the response's last ``\boxed{}`` equals the reference, 0 otherwise.
-
-        Only what follows the response's thinking counts, and a last box that is not closed is no answer.
-        Equality is math-verify's: fractions and decimals, sets, intervals, matrices and equations are
-        compared by meaning. Part ``"boxed"`` is 1 when the response ends in a complete box.
-        """
-        return self.verify_many([response], [problem_answer])[0]
-
-    def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
-        """The verdicts `verify` would give, in order, several checked at a time."""
-        return [
-            Verdict(
-                float(correct) + self.box_reward * boxed,
-                correct,
-                {"correct": float(correct), "boxed": float(boxed)},
-            )
-            for correct, boxed in self._verifier.check_many(responses, problem_answers)
-        ]
-
-    def close(self) -> None:
-        """Let go of the process that checks; a later check starts another."""
-        self._verifier.close()
-
-    def _rows(self, split: Split) -> _Rows:
-        if self.path is not None and not self.path.is_dir():
-            rows = read_jsonl(self.path, ("problem",), self.bad_rows, self._problem)
-            return [(where, row) for where, row in rows if split_of(_key(row)) == split]
-        tested = self._source(self.benchmark)
-        if split == "test":
-            return tested
-        held_out = {_key(row) for _, row in tested}
-        return [
-            (where, row)
-            for where, row in self._source("train")
-            if _key(row) not in held_out and split_of(_key(row), test_percent=0) == split
-        ]
-
-    def _source(self, part: Benchmark | Literal["train"]) -> _Rows:
+    def _part(self, part: str) -> Located:
         if self.path is not None:
-            return read_jsonl(self.path / FILES[part], ("problem",), self.bad_rows, self._problem)
-        name, split = TRAIN_HUB if part == "train" else BENCHMARK_HUB[part]
+            return read_jsonl(self._file(part), ("problem",), self.bad_rows, self._problem)
+        name, split = TRAIN_HUB if part == "train" else BENCHMARK_HUB[self.benchmark]
         return read_hub(name, split, ("problem",), None, self.bad_rows, self._problem)
 
+    def _key(self, where: str, row: dict[str, Any]) -> str:
+        """Its text without differences in white space."""
+        return " ".join(row["problem"].split())
+
     def _problem(self, where: str, row: dict[str, Any]) -> Problem:
-        question = row["problem"].strip()
-        content = f"{question}\n\n{self.instruction}" if self.instruction else question
         metadata = {name: row[name] for name in ("solution", "level", "subject", "type") if row.get(name)}
-        return Problem([{"role": "user", "content": content}], _answer(where, row), metadata)
-
-
-def _key(row: dict[str, Any]) -> str:
-    """A problem's identity: its text without differences in white space."""
-    return " ".join(row["problem"].split())
+        return Problem(as_messages(row["problem"].strip(), self.instruction), _answer(where, row), metadata)
 
 
 def _answer(where: str, row: dict[str, Any]) -> str:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from tether.errors import MissingDependencyError
 from tether.llm.tasks.judge import Judge
-from tether.llm.tasks.math_numbers import agree
-from tether.llm.tasks.math_units import units_differ
-from tether.llm.tasks.thinking import after_thinking
+from tether.llm.tasks.math_numbers import agree, units_differ
+from tether.llm.tasks.protocol import after_thinking
 
 _log = logging.getLogger(__name__)
 
@@ -98,15 +97,6 @@ class MathVerifier:
     for ever. Plain numbers are compared here, exactly. Not paid are, beside wrong values: another unit, base
     or power than the reference's, an equation between numbers that is not true, and what stands in the
     response's thinking.
-
-    Args:
-        seconds: Time limit of one check; one that takes longer counts as wrong, with a warning.
-        require_boxed: False also accepts a response without a box whose one line, or last expression, is
-            the answer.
-
-    Raises:
-        InvalidInputError: `seconds` is not positive.
-        MissingDependencyError: (from `check`) math-verify cannot be imported.
 
     >>> with MathVerifier() as verifier:
     ...     verifier.check(r"\boxed{0.5}", "1/2")

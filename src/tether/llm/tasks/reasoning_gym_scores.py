@@ -41,10 +41,6 @@ def scorer(dataset: str, options: str) -> Callable[[str, str], float | None]:
     It takes a problem and an answer, both as text, and gives reasoning-gym's score, 0 for an answer that
     `contradicts` the reference, or None for one that is not harmless to a scorer that runs it. Scores
     outside [0, 1] count as 0: NaN, and shares of a wrong answer whose sum rounding took above 1.
-
-    Args:
-        dataset: The data set's name.
-        options: Its settings: a dictionary, as Python writes it.
     """
     import reasoning_gym
 

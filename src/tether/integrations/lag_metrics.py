@@ -1,0 +1,50 @@
+"""How far the network is from its sampler, and what the region does about it, by how old the data are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tether.projection import ProjectedTokens
+
+#: The smallest lag of each group; a token belongs to the last that is not above its own.
+LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+_MEASURED = ("kl", "projected", "uncertain")
+
+
+def lag_names() -> dict[str, str]:
+    """What `lag_means` returns, and short names for tables."""
+    return {f"lag_{lag}/{name}": f"lag_{lag}_{name}" for lag in LAGS for name in _MEASURED}
+
+
+def lag_sums(tokens: ProjectedTokens, lag: Tensor, mask: Tensor) -> Tensor:
+    """Sums over tokens by group of lags: their number, KL, projected and uncertain ones, [G, 4].
+
+    Args:
+        tokens: [B, T], measured from the sampler.
+        lag: [B], in optimizer steps.
+        mask: [B, T].
+    """
+    counted = mask > 0
+    uncertain = torch.full_like(tokens.kl, torch.nan) if tokens.uncertain is None else tokens.uncertain
+    columns = torch.stack((torch.ones_like(tokens.kl), tokens.kl.detach(), tokens.projected, uncertain), -1)
+    group = torch.bucketize(lag, torch.tensor(LAGS, device=lag.device), right=True) - 1
+    columns = torch.where(counted[..., None], columns, 0.0).sum(1)
+    return columns.new_zeros(len(LAGS), 4).index_add_(0, group, columns)
+
+
+def lag_means(sums: Tensor) -> dict[str, float]:
+    """Means over the tokens of each group that has any, from `lag_sums`, which may be added up before.
+
+    Example:
+        >>> sums = torch.zeros(len(LAGS), 4, dtype=torch.float64)
+        >>> sums[5] = torch.tensor([10.0, 2.0, 5.0, 1.0])
+        >>> lag_means(sums)
+        {'lag_16/kl': 0.2, 'lag_16/projected': 0.5, 'lag_16/uncertain': 0.1}
+    """
+    means: dict[str, float] = {}
+    for lag, (count, *values) in zip(LAGS, sums.tolist(), strict=True):
+        if count:
+            named = zip(_MEASURED, values, strict=True)
+            means |= {f"lag_{lag}/{name}": v / count for name, v in named if v == v}
+    return means

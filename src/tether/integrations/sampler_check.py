@@ -1,0 +1,127 @@
+"""Whether a sampler really has the weights it was given: a few tokens, after each transfer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import StaleSamplerError, TetherWarning
+from tether.integrations.sampler_reports import at_reported_ids
+from tether.integrations.trl_evaluation import Evaluation
+from tether.integrations.trl_old_policy import loss_mask
+from tether.projection import SampledPolicy
+
+#: Tokens that are compared, from as many sequences as it takes.
+_TOKENS = 64
+_SEQUENCES = 4
+
+#: Mean difference of log-probabilities that is put down to arithmetic: in float32 engines differ by some
+#: 1e-6, where either side rounds to half precision by some .001 to .02. Weights left behind grow beyond
+#: either.
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.05
+#: So many times the first transfer's difference is worth a warning, before the tolerance is reached.
+_UNUSUAL = 5.0
+
+
+_CAUSES = (
+    "Weights that were not updated (a tied or packed LM head is the usual one), a prefix cache that was not "
+    "reset, "
+    "another temperature, or a sampler that reports log-probabilities before processing."
+)
+
+
+class SamplerCheck:
+    """Compares the sampler's log-probabilities of a few drawn tokens with the trainer's own.
+
+    Weights that did not arrive go unnoticed otherwise: rewards come in, losses are finite, and the trust
+    region is around a policy that is never updated. Costs a forward pass of a few sequences for each
+    transfer.
+    """
+
+    def __init__(self, trainer: Any, tolerance: float | None) -> None:
+        self._trainer = trainer
+        self._tolerance = tolerance
+        self._checked_step: int | None = None
+        self._first: float | None = None  # difference after the first transfer
+
+    def after_generation(self, output: dict[str, Tensor], policy: SampledPolicy) -> None:
+        """Check the first rollouts after new weights.
+
+        Raises:
+            StaleSamplerError: the mean difference exceeds the tolerance.
+        """
+        trainer = self._trainer
+        step = int(trainer.state.global_step)
+        tolerance = self.tolerance
+        if not trainer.model.training or step == self._checked_step or math.isinf(tolerance):
+            return
+        if "pixel_values" in output:  # whose rows are not those of the batch
+            return
+        self._checked_step = step
+        difference, count = self._difference(output, policy)
+        totals = trainer.accelerator.reduce(torch.stack((difference, count)), reduction="sum")
+        mean = (totals[0] / totals[1].clamp_min(1)).item()
+        trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
+        if not mean <= tolerance:
+            raise StaleSamplerError(
+                f"{self._finding(step, int(totals[1]), mean)}; arithmetic explains {tolerance:g}. {_CAUSES} "
+                "If it is "
+                "the engine's precision, set the tolerance (troll_sampler_tolerance)."
+            )
+        if self._first is None:
+            self._first = mean
+        elif mean > max(_UNUSUAL * self._first, _TOLERANCE):
+            warnings.warn(
+                f"{self._finding(step, int(totals[1]), mean)}; after the first transfer it was "
+                f"{self._first:.2g}. "
+                f"{_CAUSES}",
+                TetherWarning,
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _finding(step: int, tokens: int, mean: float) -> str:
+        return (
+            f"After the transfer of the weights of step {step}, the sampler's log-probabilities of {tokens} "
+            "tokens "
+            f"differ from the trainer's by {mean:.2g} in the mean"
+        )
+
+    @property
+    def tolerance(self) -> float:
+        """What was chosen, or what the coarser of both sides' precisions explains."""
+        if self._tolerance is not None:
+            return self._tolerance
+        trainer = self._trainer
+        exact = not (trainer.args.bf16 or trainer.args.fp16)
+        exact = exact and next(trainer.model.parameters()).dtype == torch.float32
+        return (
+            _TOLERANCE
+            if exact and _engine_dtype(trainer.vllm_generation) == torch.float32
+            else _HALF_TOLERANCE
+        )
+
+    @torch.no_grad()
+    def _difference(self, output: dict[str, Tensor], policy: SampledPolicy) -> tuple[Tensor, Tensor]:
+        """Sum over tokens of |log mu - log pi|, and their number."""
+        trainer = self._trainer
+        rows = slice(0, _SEQUENCES)
+        prompt, completion = output["prompt_ids"][rows], output["completion_ids"][rows, :_TOKENS]
+        counted = loss_mask(output)[rows, :_TOKENS]
+        attention = torch.cat((output["prompt_mask"][rows], output["completion_mask"][rows, :_TOKENS]), 1)
+        few = policy[rows, :_TOKENS]
+        evaluation = Evaluation(trainer.model, at_reported_ids(few.support.ids, few.support.log_tail))
+        ids = torch.cat((prompt, completion), 1)
+        trainer._get_per_token_logps_and_entropies(evaluation, ids, attention, completion.shape[1])
+        difference = (evaluation.log_probs - few.log_probs).abs()
+        return torch.where(counted > 0, difference, 0.0).sum(), counted.sum().to(difference.dtype)
+
+
+def _engine_dtype(generation: Any) -> torch.dtype | None:
+    """Of the weights of a colocated engine, which rounds float32 models unless it is told otherwise."""
+    llm = getattr(generation, "llm", None)
+    return None if llm is None else llm.llm_engine.model_config.dtype

@@ -1,0 +1,219 @@
+"""What a sampler said of each token, carried through code that only knows lists of log-probabilities.
+
+TRL moves log-probabilities of sampled tokens as lists of floats: it cuts them at a length, appends later
+turns, puts zeros where tools wrote. A `Reported` is such a float and also knows the distribution it came
+from, so that records stay aligned with their tokens whatever TRL does with the lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection import SampledPolicy
+from tether.projection.sparse import EMPTY
+
+
+@dataclass(frozen=True, eq=False)
+class ReportBlock:
+    """Distributions of N sampled tokens, as reported."""
+
+    ids: npt.NDArray[np.int64]
+    """[N, K]; `EMPTY` in unused slots."""
+    log_probs: npt.NDArray[np.float32]
+    """[N, K]."""
+    least: npt.NDArray[np.float32] | None = None
+    """A number that no log-probability is below, [N], where whole distributions were at hand."""
+
+
+class Reported(float):
+    """The log-probability of a sampled token, and where its distribution stands."""
+
+    __slots__ = ("block", "row")
+    block: ReportBlock
+    row: int
+
+    def __new__(cls, log_prob: float, block: ReportBlock, row: int) -> Reported:
+        """A float, with its record."""
+        made = super().__new__(cls, log_prob)
+        made.block, made.row = block, row
+        return made
+
+
+def at_reported_ids(ids: Tensor, log_tail: Tensor) -> dict[str, Tensor]:
+    """Asks a sparse head for the network as a sampler's reports allow to see it (`SampledPolicy.see`)."""
+    return {"support_ids": ids, "support_truncated": torch.isneginf(log_tail)}
+
+
+def report_sequence(
+    completion_ids: list[int], ids: list[list[int]], log_probs: list[list[float | None]], sequence: int
+) -> list[Reported]:
+    """One completion's records from an engine's lists: some ids of each token, the drawn one among them.
+
+    Raises:
+        InvalidInputError: a drawn id that the engine did not report, by sequence and position.
+    """
+    width = max((len(row) for row in ids), default=0)
+    padded = np.full((len(ids), width), EMPTY, dtype=np.int64)
+    values = np.full((len(ids), width), -np.inf, dtype=np.float32)
+    own = []
+    for position, (drawn, row, numbers) in enumerate(zip(completion_ids, ids, log_probs, strict=True)):
+        padded[position, : len(row)] = row
+        values[position, : len(row)] = [np.nan if x is None else x for x in numbers]
+        if drawn not in row:
+            raise InvalidInputError(
+                f"sequence {sequence}, position {position}: the engine drew id {drawn} and reported {row}. "
+                "Ask for "
+                "the drawn token's log-probability too (vLLM's logprobs does)."
+            )
+        own.append(float(values[position, row.index(drawn)]))
+    block = ReportBlock(padded, values)
+    return [Reported(value, block, position) for position, value in enumerate(own)]
+
+
+def collect(
+    reported: list[list[float]],
+    completion_ids: Tensor,
+    mask: Tensor,
+    *,
+    truncated: bool,
+    vocabulary_size: int | None = None,
+) -> SampledPolicy:
+    """The policy that sampled a batch, [B, T], from the lists that came with it.
+
+    Args:
+        reported: a list a completion, with a `Reported` for each token of the model's own.
+        completion_ids, mask: [B, T], padded on the right; a zero for what the model did not write.
+        truncated: sampling kept a set of ids, all of which are reported.
+        vocabulary_size: as in `SampledPolicy.from_report`.
+
+    Raises:
+        InvalidInputError: a token of the model's own without a record, or what `SampledPolicy` refuses.
+    """
+    shape = tuple(completion_ids.shape)
+    width = max((value.block.ids.shape[1] for value in _some_of_each_block(reported)), default=1)
+    ids = np.full((*shape, width), EMPTY, dtype=np.int64)
+    log_probs = np.full((*shape, width), -np.inf, dtype=np.float32)
+    own, least = np.zeros(shape, dtype=np.float32), np.full(shape, -np.inf, dtype=np.float32)
+    known = np.zeros(shape, dtype=bool)
+    for sequence, values in enumerate(reported):
+        own[sequence, : len(values)] = values
+        start = 0
+        for block, same in itertools.groupby(values, _block_of):  # a turn each
+            rows = [getattr(value, "row", 0) for value in same]
+            tokens = (sequence, slice(start, start + len(rows)))
+            start += len(rows)
+            if block is None:
+                continue
+            known[tokens] = True
+            ids[tokens][:, : block.ids.shape[1]] = block.ids[rows]
+            log_probs[tokens][:, : block.ids.shape[1]] = block.log_probs[rows]
+            if block.least is not None:
+                least[tokens] = block.least[rows]
+    mask = mask.cpu()
+    _refuse_unrecorded((mask > 0) & ~torch.from_numpy(known))
+    has_least = bool(np.isfinite(least[known]).all()) and not truncated
+    policy = SampledPolicy.from_report(
+        completion_ids.cpu(), torch.from_numpy(ids), torch.from_numpy(log_probs), mask,
+        sampled_log_probs=torch.from_numpy(own), truncated=truncated, vocabulary_size=vocabulary_size,
+        log_tail_min=torch.from_numpy(np.where(known, least, np.float32(0.0))) if has_least else None,
+    )  # fmt: skip
+    return policy.to(completion_ids.device)
+
+
+def _block_of(value: float) -> ReportBlock | None:
+    return value.block if isinstance(value, Reported) else None
+
+
+def _some_of_each_block(reported: list[list[float]]) -> Iterator[Reported]:
+    """A record from each turn of each sequence: those of a turn share their block."""
+    for values in reported:
+        for block, same in itertools.groupby(values, _block_of):
+            if block is not None:
+                first = next(same)
+                assert isinstance(first, Reported)
+                yield first
+
+
+def _refuse_unrecorded(missing: Tensor) -> None:
+    if bool(missing.any()):
+        sequence, position = (int(i) for i in missing.nonzero()[0])
+        raise InvalidInputError(
+            f"sequence {sequence}, position {position}: the sampler left no record of this token "
+            f"({int(missing.sum())} in all). A rollout_func must hand on the log-probabilities that "
+            'vllm_generation.generate returns; other sources of completions go with anchor="trainer".'
+        )
+
+
+class GenerationRecorder:
+    """Watches Transformers' ``generate``: the likeliest ids of what it really samples from, step by step.
+
+    The last of its logits processors, so that temperature, top-k, top-p and whatever else a model asks for
+    have acted. Use it as a context, then ask for the records.
+    """
+
+    def __init__(self, model: Any, top_k: int) -> None:
+        self._model, self._top_k = model, top_k
+        self._ids: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._least: list[Tensor] = []
+        self._own: list[Tensor] = []
+        self._waiting: Tensor | None = None  # the last step's distributions, until its tokens are known
+
+    def __enter__(self) -> GenerationRecorder:
+        """Join the processors of every `generate` of this model."""
+        make = self._model._get_logits_processor
+
+        def with_recorder(*args: Any, **kwargs: Any) -> Any:
+            processors = make(*args, **kwargs)
+            processors.append(self)
+            return processors
+
+        self._model._get_logits_processor = with_recorder
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leave them."""
+        del self._model._get_logits_processor
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """One step: tokens so far [B, L] and the logits to sample from [B, V]."""
+        self._settle(input_ids[:, -1])
+        log_probs = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
+        values, ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]))
+        self._ids.append(ids)
+        self._values.append(values.float())
+        self._least.append(log_probs.amin(-1).float())
+        self._waiting = log_probs
+        return scores
+
+    def _settle(self, drawn: Tensor) -> None:
+        if self._waiting is not None:
+            self._own.append(self._waiting.gather(-1, drawn[:, None]).squeeze(-1).float())
+            self._waiting = None
+
+    def records(self, completion_ids: list[list[int]]) -> list[list[Reported]]:
+        """A list for each completion, of as many tokens as it has."""
+        steps, rows = len(self._ids), len(completion_ids)
+        if self._waiting is not None:
+            last = [ids[steps - 1] if len(ids) == steps else 0 for ids in completion_ids]
+            self._settle(torch.tensor(last, device=self._waiting.device))
+        own = torch.stack(self._own, 1).tolist()
+        block = ReportBlock(
+            torch.stack(self._ids, 1).flatten(0, 1).cpu().numpy(),
+            torch.stack(self._values, 1).flatten(0, 1).cpu().numpy(),
+            torch.stack(self._least, 1).flatten().cpu().numpy(),
+        )
+        return [
+            [Reported(own[row][step], block, row * steps + step) for step in range(len(completion_ids[row]))]
+            for row in range(rows)
+        ]

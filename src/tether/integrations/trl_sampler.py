@@ -1,0 +1,209 @@
+"""GRPOTrainer whose rollouts come with the sampler's own distributions, from vLLM or from Transformers.
+
+TRL asks vLLM for the sampled token's log-probability alone and Transformers for none. Here both report the
+likeliest ids besides, and the records follow their tokens through TRL's lists (`sampler_reports`). With
+``anchor="sampler"`` they are the old policy, and TRL's scoring pass of it is answered from them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, get_args
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+
+from tether.errors import ConfigError, TetherWarning
+from tether.integrations.sampler_check import SamplerCheck
+from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
+from tether.integrations.trl_lag import LaggedTrainer
+from tether.integrations.trl_old_policy import loss_mask
+from tether.integrations.vllm_on_cpu import reload_weights
+from tether.projection import SampledPolicy
+from tether.settings import Anchor, check_choice
+
+#: The optimizer step whose weights sampled a completion, in TRL's batch.
+VERSION = "sampler_version"
+
+
+class ReportingTrainer(LaggedTrainer):
+    """`GRPOTrainer` that can know the policy which sampled.
+
+    Args besides those of `GRPOTrainer`:
+
+        anchor: which policy the trust region is around; see `tether.settings.Anchor`.
+        sampler_weight: with ``anchor="trainer"``, the largest weight pi / sampler of a token's policy
+            gradient, pi being the trainer's policy when the rollouts began (the decoupled form); None for no
+            correction.
+        sampler_tolerance: of vLLM, see `sampler_check.SamplerCheck`.
+
+    Raises:
+        ConfigError: a way to generate that does not report, or truncated sampling with a reference penalty.
+        StaleSamplerError: a sampler without the weights it was given.
+    """
+
+    support_top_k: int
+
+    def __init__(
+        self,
+        *args: Any,
+        anchor: Anchor = "trainer",
+        sampler_weight: float | None = None,
+        sampler_tolerance: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("anchor", anchor, get_args(Anchor))
+        self.anchor, self.sampler_weight, self.sampler_tolerance = anchor, sampler_weight, sampler_tolerance
+        super().__init__(*args, **kwargs)
+        self._reported: list[list[float]] | None = None
+        self._sampler: SampledPolicy | None = None  # of the batch being scored
+        self._answers = 0  # scoring passes of TRL's that the records answer
+        if self.use_vllm and self.vllm_mode == "colocate" and self.accelerator.device.type == "cpu":
+            reload_weights(self.vllm_generation)
+        if not self._reports:
+            if self.lag:
+                warnings.warn(
+                    f"Completions are sampled {self.lag} updates ago and the trust region is around the "
+                    "present "
+                    "policy, which sampled none of them. Set anchor='sampler', or sampler_weight=2 to weigh "
+                    "by it.",
+                    TetherWarning,
+                    stacklevel=4,
+                )
+            return
+        if self.use_transformers_continuous_batching:
+            raise ConfigError(
+                "use_transformers_continuous_batching=True does not report what it samples from, which "
+                f"anchor={self.anchor!r} with sampler_weight={self.sampler_weight} needs. Leave it off, or "
+                "use vLLM."
+            )
+        self._truncates = _truncates(self)
+        if self._truncates and self.beta != 0.0:
+            raise ConfigError(
+                f"beta={self.beta} compares whole distributions with the reference policy, but sampling is "
+                "truncated "
+                f"({self._truncates}) and the network is compared renormalised on what it keeps. Set "
+                "beta=0, or "
+                "sample without truncation."
+            )
+        if self.use_vllm:
+            report_top_k(self.vllm_generation, self.support_top_k)
+            self._check = SamplerCheck(self, self.sampler_tolerance)
+
+    @property
+    def _reports(self) -> bool:
+        return self.anchor == "sampler" or self.sampler_weight is not None
+
+    @property
+    def _sampling_model(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if is_peft_model(model) else model
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sampling_weights() as version:
+            self._version = version
+            if not self._reports or self.use_vllm:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            with GenerationRecorder(self._sampling_model, self.support_top_k) as recorder:
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            return completion_ids, recorder.records(completion_ids)
+
+    def _generate(self, prompts: Any) -> Any:
+        output = super()._generate(prompts)
+        if self._reports:
+            self._reported = output[4]  # a list of log-probabilities for each completion
+        return output
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._sampler, self._answers = None, int(self.anchor == "sampler" and self._trl_scores)
+        try:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            if self._reports:
+                ids, mask = output["completion_ids"], loss_mask(output)
+                policy = self._sampler = self._collect(ids, mask)
+                output["sampling_per_token_logps"] = torch.where(mask > 0, policy.log_probs, 0.0)
+                output[VERSION] = torch.full((len(ids),), self._version, device=ids.device)
+                if self.use_vllm:
+                    self._check.after_generation(output, policy)
+        finally:
+            self._reported, self._answers = None, 0
+        return output
+
+    def _collect(self, completion_ids: Tensor, mask: Tensor) -> SampledPolicy:
+        assert self._reported is not None
+        vocabulary = int(self._sampling_model.config.get_text_config().vocab_size)
+        return collect(self._reported, completion_ids, mask, truncated=bool(self._truncates),
+                       vocabulary_size=vocabulary)  # fmt: skip
+
+    @property
+    def _trl_scores(self) -> bool:
+        """Whether TRL asks for the old policy's log-probabilities of a batch of rollouts, as of 1.16."""
+        together = self.args.steps_per_generation * self.num_iterations
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return bool(self.args.gradient_accumulation_steps % together != 0 or corrects)
+
+    def _answers_scoring(self, model: Any) -> bool:
+        """Whether this is TRL's scoring pass of the old policy, and the sampler has the answer."""
+        if self._answers == 0 or model is not self.model or self._reported is None:
+            return False
+        self._answers -= 1  # a reference policy with adapters goes through the same model afterwards
+        return True
+
+    def _reported_log_probs(self, input_ids: Tensor, tokens: int) -> Tensor:
+        """Of the drawn tokens under the sampler, [B, T]."""
+        own = torch.zeros(input_ids.shape[0], tokens, device=input_ids.device)
+        assert self._reported is not None
+        for row, values in zip(own, self._reported, strict=True):
+            row[: len(values)] = torch.tensor(values, device=row.device)
+        return own
+
+    def _lag(self, inputs: dict[str, Any]) -> Tensor:
+        """Optimizer steps since the weights that sampled, [B]; zero in evaluation."""
+        version: Tensor = inputs[VERSION]
+        if not self.model.training:
+            return torch.zeros_like(version)
+        return (int(self.state.global_step) - version).clamp_min(0)
+
+
+def report_top_k(generation: Any, top_k: int) -> None:
+    """Have TRL's `VLLMGeneration` report the likeliest ids of each token beside the drawn one.
+
+    Its `generate` then returns, in the place where TRL looks for the drawn token's log-probability, one that
+    carries its record. Any object with the same attribute and method will do.
+    """
+    generation.logprobs = top_k
+    if getattr(generation, "llm", None) is not None:
+        # A colocated engine allows 20, and TRL has no setting for it; a server is started with
+        # --max-logprobs.
+        model_config = generation.llm.llm_engine.model_config
+        if 0 <= model_config.max_logprobs < top_k:
+            model_config.max_logprobs = top_k
+    generate = generation.generate
+
+    def with_records(*args: Any, **kwargs: Any) -> Any:
+        prompt_ids, completion_ids, log_probs, ids = generate(*args, **kwargs)
+        if log_probs is None or ids is None:
+            raise ConfigError(
+                f"vLLM was asked for the {top_k} likeliest ids of each token and reported none. A server "
+                "must be "
+                "`vllm serve --logprobs-mode processed_logprobs --max-logprobs -1`."
+            )
+        records = [
+            [[one] for one in report_sequence(drawn, some_ids, numbers, sequence)]
+            for sequence, (drawn, some_ids, numbers) in enumerate(
+                zip(completion_ids, ids, log_probs, strict=True)
+            )
+        ]
+        return prompt_ids, completion_ids, records, [[[i] for i in drawn] for drawn in completion_ids]
+
+    generation.generate = with_records
+
+
+def _truncates(trainer: Any) -> dict[str, Any]:
+    """The settings by which sampling keeps a set of ids; empty if it does not."""
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    given = {name: getattr(trainer.args, name) for name in neutral} | {
+        name: value for name, value in (trainer.args.generation_kwargs or {}).items() if name in neutral
+    }
+    return {name: value for name, value in given.items() if value not in (neutral[name], None)}

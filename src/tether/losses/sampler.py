@@ -1,0 +1,171 @@
+"""What `project_tokens` does for a sampler's data: the network on its outcomes, and bounds by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.ops import linear_log_probs
+from tether.ops.hidden_states import HiddenStates
+from tether.projection.sampled import SampledPolicy
+from tether.projection.sparse import SparseLogProbs
+from tether.projection.tokens import ProjectedTokens
+from tether.settings import LagBound, Region
+
+Bound = float | Tensor | LagBound
+"""One number, a number a token [B, T], or one that follows from the token's lag."""
+
+
+def seen_by_sampler(
+    new: Tensor | SparseLogProbs | HiddenStates,
+    old: SampledPolicy,
+    counted: Tensor,
+    log_probs: Tensor | None,
+) -> tuple[SparseLogProbs, Tensor | None]:
+    """The network on the sampler's outcomes, and its log-probabilities of the drawn tokens there, if given.
+
+    Where sampling was truncated, those are of the network renormalised on the same set.
+    """
+    if isinstance(new, HiddenStates):
+        new = _at_reported_ids(new, old, counted)
+    seen = old.see(new)
+    if log_probs is not None:
+        drawn = seen.log_prob_of(old.sampled_ids).to(log_probs.dtype)
+        log_probs = torch.where(old.truncated & counted, drawn, log_probs)
+    return seen, log_probs
+
+
+def _at_reported_ids(new: HiddenStates, old: SampledPolicy, counted: Tensor) -> SparseLogProbs:
+    """Without ever forming the logits of a batch."""
+    if new.weight is None:
+        raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
+    ids = old.support.ids
+    rows = linear_log_probs(
+        new.hidden[counted],
+        new.weight,
+        ids[counted],
+        bias=new.bias,
+        temperature=new.head.temperature,
+        logit_scale=new.head.logit_scale,
+        softcap=new.head.softcap,
+        weights_at_hand=new.head.weights_at_hand,
+    )
+    vocabulary = new.head.vocabulary_size or new.weight.shape[0]
+    few = SparseLogProbs.from_log_probs(ids[counted], rows.log_probs, vocabulary_size=vocabulary)
+
+    def spread(values: Tensor, fill: float) -> Tensor:
+        whole = values.new_full((*counted.shape, *values.shape[1:]), fill)
+        return whole.masked_scatter(counted.view(*counted.shape, *[1] * (values.dim() - 1)), values)
+
+    return SparseLogProbs(ids, spread(few.log_probs, -torch.inf), spread(few.log_tail, 0.0))
+
+
+def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
+    """A number, or one for each token, [B, T].
+
+    Raises:
+        InvalidInputError: a `LagBound` for data whose lag nobody knows, or bounds of another shape.
+    """
+    if isinstance(kl_bound, LagBound):
+        lag = old.lag if isinstance(old, SampledPolicy) else None
+        if lag is None:
+            raise InvalidInputError(
+                "kl_bound is a LagBound, but nothing says how old the data are. Pass "
+                "old=SampledPolicy.from_report("
+                "..., lag=...), or a tensor of bounds [B, T]."
+            )
+        return kl_bound.at(lag)
+    if not isinstance(kl_bound, Tensor):
+        return kl_bound
+    try:
+        return kl_bound.expand(mask.shape)
+    except RuntimeError as error:
+        raise InvalidInputError(
+            f"kl_bound must be a number or expand to [B, T] = {tuple(mask.shape)}, got "
+            f"{tuple(kl_bound.shape)}."
+        ) from error
+
+
+def project_each_bound(
+    project: Callable[..., ProjectedTokens],
+    bounds: Tensor,
+    policies: tuple[Any, Any],
+    response_ids: Tensor,
+    mask: Tensor,
+    log_probs: Tensor | None,
+    old_log_probs: Tensor | None,
+    region: Region,
+) -> ProjectedTokens:
+    """`project` of the tokens under each bound in turn, [B, T] put together again.
+
+    Lags are whole numbers and few differ in a batch, so that there are few groups.
+
+    Raises:
+        InvalidInputError: ``region="sequence"`` with two bounds in one sequence.
+    """
+    counted = mask > 0
+    values = bounds[counted].unique().tolist()
+    if len(values) <= 1:
+        bound = values[0] if values else 1.0  # without a token, any
+        return project(
+            *policies, response_ids, mask, log_probs=log_probs, old_log_probs=old_log_probs, kl_bound=bound
+        )
+    parts = []
+    for value in values:
+        chosen = counted & (bounds == value)
+        if region == "sequence":
+            chosen = _whole_sequences(chosen, counted)
+        parts.append((chosen, _project_some(project, chosen, policies, response_ids, log_probs, old_log_probs,
+                                            region, kl_bound=value)))  # fmt: skip
+    names = set.intersection(*(set(part.known()) for _, part in parts))
+    return ProjectedTokens(
+        **{name: _together([(c, part.known()[name]) for c, part in parts]) for name in names}
+    )
+
+
+def _whole_sequences(chosen: Tensor, counted: Tensor) -> Tensor:
+    rows = chosen.any(-1, keepdim=True)
+    if bool((rows & counted & ~chosen).any()):
+        raise InvalidInputError(
+            'region="sequence" bounds the mean over a sequence, so its tokens must share one bound. Give '
+            "each "
+            'sequence one lag, or use region="token".'
+        )
+    return counted & rows
+
+
+def _project_some(
+    project: Callable[..., ProjectedTokens],
+    chosen: Tensor,
+    policies: tuple[Any, Any],
+    response_ids: Tensor,
+    log_probs: Tensor | None,
+    old_log_probs: Tensor | None,
+    region: Region,
+    *,
+    kl_bound: float,
+) -> ProjectedTokens:
+    """Of the chosen tokens alone, [B, T] with anything elsewhere."""
+    if region == "sequence" or isinstance(policies[0], HiddenStates):  # which evaluate counted tokens alone
+        return project(*policies, response_ids, chosen, log_probs=log_probs, old_log_probs=old_log_probs,
+                       kl_bound=kl_bound)  # fmt: skip
+
+    def pick(values: Any) -> Any:
+        return None if values is None else values[chosen][None]
+
+    few = project(
+        *(pick(policy) for policy in policies), pick(response_ids), torch.ones_like(pick(response_ids)),
+        log_probs=pick(log_probs), old_log_probs=pick(old_log_probs), kl_bound=kl_bound,
+    )  # fmt: skip
+    return few.each(lambda values: values.new_zeros(chosen.shape).masked_scatter(chosen, values[0]))
+
+
+def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    whole = torch.zeros_like(parts[0][1])
+    for chosen, values in parts:
+        whole = torch.where(chosen, values, whole)
+    return whole

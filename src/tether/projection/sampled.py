@@ -1,0 +1,366 @@
+"""The policy that really sampled, from what its engine reports of each token.
+
+An inference engine reports the log-probabilities of the few likeliest ids and of the one it drew. With the
+exact mass of all others that is an old policy: no pass of the trainer's network is needed, and what differs
+between the two (lag, kernels, precision) is inside the trust region instead of beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
+
+#: Rounding of an engine's own arithmetic, float32: a log-softmax over 10^5 ids is off by up to 1e-4, the same
+#: for all ids of a row, and that twice is allowed for.
+_ARITHMETIC = 2048 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """The behaviour policy of B sequences of T tokens, as its sampler reported it.
+
+    Rows come in two kinds. Where the sampler could have drawn any id, the K reported ones keep their
+    log-probabilities and all others are one outcome with the mass that is left; the divergence from such a
+    row is a lower bound of the true one. Where sampling itself kept only a set (top-k, top-p, min-p) and the
+    whole set is reported, the row is *truncated*: it is the behaviour policy exactly, the network is compared
+    after renormalising it on the same set, and the divergence is exact.
+
+    Example:
+        >>> import torch
+        >>> ids, log_probs = torch.tensor([[[4, 9]]]), torch.tensor([[[0.6, 0.3]]]).log()
+        >>> sampled, mask = torch.tensor([[9]]), torch.ones(1, 1)
+        >>> mu = SampledPolicy.from_report(sampled, ids, log_probs, mask)
+        >>> round(mu.support.log_tail.exp().item(), 4), round(mu.log_probs.exp().item(), 4)
+        (0.1, 0.3)
+    """
+
+    support: SparseLogProbs
+    """The reported distributions, [B, T, K]; the tail is empty (-inf) in truncated rows."""
+    sampled_ids: Tensor
+    """What was drawn, [B, T]."""
+    lag: Tensor | None = None
+    """Versions (optimizer steps) between the sampler's weights and the trainer's, [B, T]; None if unknown."""
+
+    @classmethod
+    def from_report(
+        cls,
+        sampled_ids: Tensor,
+        ids: Tensor,
+        log_probs: Tensor,
+        mask: Tensor,
+        *,
+        sampled_log_probs: Tensor | None = None,
+        truncated: bool = False,
+        lag: Tensor | int | None = None,
+        vocabulary_size: int | None = None,
+        log_tail_min: Tensor | None = None,
+    ) -> Self:
+        """Check an engine's report and complete it to distributions.
+
+        Log-probabilities must be those that were sampled from, after temperature and truncation (vLLM's
+        ``logprobs_mode="processed_logprobs"``). Their sum and the tail make 1 in the engine's rounding. What
+        may be missing or too much is 2.4e-4 (a float32 log-softmax over 10^5 ids is off by up to half of
+        that) and half a unit in the last place of every log-probability in the type it is given in, sum p
+        |log p| eps / 2: about as much again for float16, some percent for bfloat16, which is too coarse for
+        small tails.
+
+        Args:
+            sampled_ids: the drawn tokens, [B, T] integer.
+            ids: reported ids, [B, T, K] integer, no id twice; `EMPTY` (-1) in unused slots.
+            log_probs: theirs, [B, T, K]; an id whose probability is zero in float32 counts as not reported.
+            mask: [B, T]; what is under a zero is not looked at.
+            sampled_log_probs: of the drawn tokens, [B, T], if they need not be among `ids`.
+            truncated: sampling kept only the reported ids: their probabilities must sum to 1.
+            lag: versions between the sampler and the trainer: a number, [B] or [B, T].
+            vocabulary_size: rows with so many ids are known to leave nothing out.
+            log_tail_min: as in `SparseLogProbs`, if the sampler knows it, [B, T].
+
+        Raises:
+            InvalidInputError: shapes that do not fit, or a record that cannot be a distribution or not the
+                sampler's, by sequence and position: NaN, an id twice or outside the vocabulary, more mass
+                than 1, a sampled id that is missing or reported with two log-probabilities, a truncated set
+                that does not hold it or not all of the mass.
+        """
+        _check_shapes(sampled_ids, ids, log_probs, mask, sampled_log_probs)
+        counted = mask > 0
+        precision = torch.finfo(log_probs.dtype).eps
+        dtype = torch.promote_types(log_probs.dtype, torch.float32)
+        log_probs = log_probs.detach().to(dtype)
+        _refuse_broken(ids, log_probs, sampled_log_probs, counted, vocabulary_size)
+        held = (ids != EMPTY) & (log_probs.float().exp() > 0) & counted[..., None]
+        ids = torch.where(held, ids, EMPTY).long()
+        log_probs = torch.where(held, log_probs, -torch.inf)
+        ids, log_probs = _with_sampled(
+            ids, log_probs, sampled_ids, sampled_log_probs, counted, truncated, precision
+        )
+        _refuse_wrong_mass(log_probs, counted, truncated, precision)
+        if truncated:
+            log_probs = log_probs - torch.where(counted, log_probs.logsumexp(-1), 0.0)[..., None]
+            nothing = torch.where(counted, -torch.inf, 0.0).to(dtype)
+            support = SparseLogProbs(ids, log_probs, nothing)
+        else:
+            support = SparseLogProbs.from_log_probs(
+                ids, log_probs, vocabulary_size=vocabulary_size, log_tail_min=log_tail_min
+            )
+        return cls(support, torch.where(counted, sampled_ids, 0), _spread_lag(lag, mask))
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Of the drawn tokens under the sampler, [B, T]: the denominator of the ratio."""
+        return self.support.log_prob_of(self.sampled_ids)
+
+    @property
+    def truncated(self) -> Tensor:
+        """Rows that hold every id that could have been drawn, [B, T] bool."""
+        return torch.isneginf(self.support.log_tail)
+
+    @property
+    def rows(self) -> Tensor:
+        """What has the leading dimensions of the tokens."""
+        return self.support.log_probs
+
+    def see(self, new: Tensor | SparseLogProbs) -> SparseLogProbs:
+        """The network as this sampler's reports allow to see it: on the same outcomes, differentiable.
+
+        Args:
+            new: the network's logits or log-probabilities [B, T, V], or its `SparseLogProbs` on the ids of
+                `support`.
+
+        Raises:
+            InvalidInputError: sparse log-probabilities on other ids.
+        """
+        if isinstance(new, Tensor):
+            new = SparseLogProbs.at_ids(new, self.support.ids)
+        elif new.ids.shape != self.support.ids.shape:
+            raise InvalidInputError(
+                f"The network was evaluated on ids {tuple(new.ids.shape)}, the sampler reported "
+                f"{tuple(self.support.ids.shape)}. Evaluate it at support.ids."
+            )
+        return renormalise(new, self.truncated)
+
+    def to(self, device: torch.device) -> SampledPolicy:
+        """The same on another device."""
+        of = self.support
+        least = None if of.log_tail_min is None else of.log_tail_min.to(device)
+        support = SparseLogProbs(of.ids.to(device), of.log_probs.to(device), of.log_tail.to(device), least)
+        lag = None if self.lag is None else self.lag.to(device)
+        return SampledPolicy(support, self.sampled_ids.to(device), lag)
+
+    def __getitem__(self, rows: Any) -> SampledPolicy:
+        """Select rows: indexes the leading dimensions of all tensors."""
+        return SampledPolicy(
+            self.support[rows], self.sampled_ids[rows], None if self.lag is None else self.lag[rows]
+        )
+
+
+def renormalise(new: SparseLogProbs, truncated: Tensor) -> SparseLogProbs:
+    """The network restricted to the ids of its support where `truncated` [...]; as it is elsewhere."""
+    kept = torch.where(truncated[..., None], new.log_probs, 0.0).logsumexp(-1)
+    return SparseLogProbs(
+        new.ids,
+        torch.where(truncated[..., None], new.log_probs - kept[..., None], new.log_probs),
+        torch.where(truncated, -torch.inf, new.log_tail),
+        new.log_tail_min,
+    )
+
+
+def truncated_weights(
+    log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, *, largest: float = 2.0
+) -> Tensor:
+    """min(pi_prox / mu, largest) of each token, [B, T]: what weighs the decoupled form's policy gradient.
+
+    The decoupled form projects around a recent policy of the trainer's, pi_prox, and corrects for the sampler
+    mu by this weight, a constant of the update: pass it as ``policy_weights``.
+
+    Args:
+        log_probs: of the drawn tokens under the proximal policy, [B, T].
+        sampler_log_probs: of the same tokens under the sampler, [B, T].
+        mask: [B, T]; 1 where it is zero.
+        largest: truncation; 2 is the default of verl's ``rollout_is_threshold`` and of ms-swift's
+            ``rollout_importance_sampling_threshold``; `math.inf` for none.
+
+    Raises:
+        InvalidInputError: a truncation that is not positive.
+
+    Source: the decoupled objective, PPO-EWMA (arXiv 2110.00641) and AReaL (arXiv 2505.24298); truncated
+    importance sampling, Ionides, "Truncated importance sampling" (2008).
+
+    Example:
+        >>> import torch
+        >>> prox, mu = torch.tensor([[0.5, 0.1]]).log(), torch.tensor([[0.1, 0.2]]).log()
+        >>> truncated_weights(prox, mu, torch.ones(1, 2)).tolist()
+        [[2.0, 0.5]]
+    """
+    if not largest > 0:
+        raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
+    log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
+    return log_ratio.exp().clamp_max(largest)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def _check_shapes(
+    sampled_ids: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor, sampled_log_probs: Tensor | None
+) -> None:
+    tokens = tuple(sampled_ids.shape)
+    fitting = sampled_ids.dim() == 2 and tuple(mask.shape) == tokens and ids.shape == log_probs.shape
+    fitting = fitting and tuple(ids.shape[:-1]) == tokens
+    fitting = fitting and (sampled_log_probs is None or tuple(sampled_log_probs.shape) == tokens)
+    if not fitting:
+        own = "none" if sampled_log_probs is None else str(tuple(sampled_log_probs.shape))
+        raise InvalidInputError(
+            "A sampler's report needs sampled_ids and mask [B, T], ids and log_probs [B, T, K] and "
+            "sampled_log_probs "
+            f"[B, T] or none, got {tokens}, {tuple(mask.shape)}, {tuple(ids.shape)}, "
+            f"{tuple(log_probs.shape)} and "
+            f"{own}."
+        )
+    if ids.is_floating_point() or not log_probs.is_floating_point():
+        raise InvalidInputError(
+            f"ids must be integers and log_probs floating point, got {ids.dtype} and {log_probs.dtype}."
+        )
+
+
+def _refuse(bad: Tensor, what: str, remedy: str, **values: Tensor) -> None:
+    """Name the first bad token [B, T] and its values, if there is one."""
+    if not bool(bad.any()):
+        return
+    row, position = (int(index) for index in bad.nonzero()[0])
+    count = int(bad.sum())
+    shown = {name: value[row, position].item() for name, value in values.items()}
+    raise InvalidInputError(
+        f"sequence {row}, position {position}: {what.format(**shown)} ({count} token{'s' * (count > 1)} in "
+        "all). "
+        f"{remedy}"
+    )
+
+
+def _refuse_broken(
+    ids: Tensor, log_probs: Tensor, own: Tensor | None, counted: Tensor, vocabulary_size: int | None
+) -> None:
+    """Numbers that are none, and ids that are none or twice."""
+    used = ids != EMPTY
+    nan = (used & log_probs.isnan()).any(-1)
+    if own is not None:
+        nan = nan | own.isnan()
+    _refuse(
+        counted & nan,
+        "a reported log-probability is NaN",
+        "The engine's logits overflowed or were all masked; look there, or leave the sequence out of the "
+        "mask.",
+    )
+    largest = torch.iinfo(ids.dtype).max if vocabulary_size is None else vocabulary_size - 1
+    wrong = used & ((ids < 0) | (ids > largest))
+    _refuse(
+        counted & wrong.any(-1),
+        "the reported id {id} is not in the vocabulary",
+        f"Ids lie in [0, {largest}], {EMPTY} marks an unused slot. Are engine and trainer on the same "
+        "tokenizer?",
+        id=torch.where(wrong, ids, EMPTY).abs().amax(-1),
+    )
+    ordered = torch.where(used, ids, EMPTY).sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != EMPTY)
+    _refuse(
+        counted & twice.any(-1),
+        "an id is reported twice",
+        "Merge the sampled token into the top K by its id instead of appending it.",
+    )
+
+
+def _with_sampled(
+    ids: Tensor,
+    log_probs: Tensor,
+    sampled: Tensor,
+    own: Tensor | None,
+    counted: Tensor,
+    truncated: bool,
+    precision: float,
+) -> tuple[Tensor, Tensor]:
+    """The drawn id has a slot in every counted row, with the log-probability it was drawn with."""
+    there = ids == sampled[..., None]
+    missing = counted & ~there.any(-1)
+    reported = (ids != EMPTY).sum(-1)
+    if truncated:
+        _refuse(
+            missing,
+            "the set of {k} ids that sampling was restricted to does not hold the sampled id {id}",
+            "Such a set cannot have been sampled from: pass the log-probabilities after truncation (vLLM: "
+            'logprobs_mode="processed_logprobs") and ask for at least as many ids as sampling keeps.',
+            id=sampled, k=reported,
+        )  # fmt: skip
+    if own is None:
+        _refuse(
+            missing,
+            "the sampled id {id} is not among the {k} reported ids and its own log-probability is missing",
+            "Ask the engine for the sampled token's log-probability besides the top K and pass it as "
+            "sampled_log_probs.",
+            id=sampled, k=reported,
+        )  # fmt: skip
+        return ids, log_probs
+    own = own.detach().to(log_probs.dtype)
+    _refuse(
+        missing & ~(own.float().exp() > 0),
+        "the sampled id {id} has log-probability {log_prob:.4g}, so it cannot have been sampled",
+        "Pass the log-probabilities that were sampled from, after temperature and truncation.",
+        id=sampled, log_prob=own,
+    )  # fmt: skip
+    listed = torch.where(there, log_probs, -torch.inf).amax(-1)
+    apart = _ARITHMETIC + precision * listed.abs()
+    _refuse(
+        counted & there.any(-1) & ((own - listed).abs() > apart),
+        "the sampled id {id} has log-probability {own:.6g} by itself and {listed:.6g} among the top K",
+        "Both must be those that were sampled from: the same temperature, both after processing.",
+        id=sampled, own=own, listed=listed,
+    )  # fmt: skip
+    if not bool(missing.any()):
+        return ids, log_probs
+    ids = torch.where(counted[..., None], append_kept_id(ids, sampled), EMPTY)
+    log_probs = torch.cat((log_probs, own[..., None]), -1)
+    return ids, torch.where(ids == EMPTY, -torch.inf, log_probs)
+
+
+def _refuse_wrong_mass(log_probs: Tensor, counted: Tensor, truncated: bool, precision: float) -> None:
+    probs = log_probs.double().exp()
+    mass = probs.sum(-1)
+    surprise = (probs * torch.where(probs > 0, log_probs.double(), 0.0)).sum(-1).abs()
+    allowed = _ARITHMETIC + precision / 2 * surprise
+    _refuse(
+        counted & (mass > 1 + allowed),
+        "the reported probabilities sum to {mass:.6f}, more than 1 by more than rounding ({allowed:.1e})",
+        "Pass natural log-probabilities after temperature, as sampled from (vLLM: "
+        'logprobs_mode="processed_logprobs"), not logits or scores.',
+        mass=mass, allowed=allowed,
+    )  # fmt: skip
+    if truncated:
+        _refuse(
+            counted & (mass < 1 - allowed),
+            "the reported probabilities sum to {mass:.6f}, but truncated=True says that nothing else could "
+            "be "
+            "sampled (rounding: {allowed:.1e})",
+            "Ask for at least as many ids as sampling keeps (set top_k to at most that number), after "
+            "truncation; "
+            "or sample without truncation.",
+            mass=mass, allowed=allowed,
+        )  # fmt: skip
+
+
+def _spread_lag(lag: Tensor | int | None, mask: Tensor) -> Tensor | None:
+    if lag is None:
+        return None
+    given = torch.as_tensor(lag, device=mask.device)
+    wrong = given.is_floating_point() or (given.dim() and given.shape not in (mask.shape[:1], mask.shape))
+    if wrong or bool((given < 0).any()):
+        raise InvalidInputError(
+            "lag counts versions between the sampler and the trainer: an integer from 0, [B] or [B, T] of "
+            "them with "
+            f"[B, T] = {tuple(mask.shape)}; got {given.dtype} {tuple(given.shape)}"
+            + (f" with {given.min().item()}." if given.numel() else ".")
+        )
+    return (given[:, None] if given.dim() == 1 else given).expand(mask.shape).long()

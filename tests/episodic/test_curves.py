@@ -1,0 +1,70 @@
+"""Runs of several tasks on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tether.episodic.curves import by_study, markdown_table, task_panels, task_rows, write_overview
+from tether.episodic.run_kind import EPISODIC_RUNS
+from tether.experiments.run_config import RunConfig
+from tether.experiments.run_data import RunData
+
+
+def run(env_id: str, label: str, seed: int, scores: list[float], headline: str = "success") -> RunData:
+    settings: dict[str, Any] = {"env_id": env_id, "headline": headline, "env_options": {}}
+    config = RunConfig(kind="episodic", label=label, seed=seed, settings=settings)
+    evals = [
+        {
+            "step": 10 * i,
+            "env_steps": 100 * i,
+            "time_s": 2.0 * i,
+            f"{headline}_greedy": score,
+            "success_any_greedy": 1.0,
+            "jerk_greedy": 3.0,
+        }
+        for i, score in enumerate(scores)
+    ]
+    return RunData(Path(f"{label}-{seed}"), config, EPISODIC_RUNS, [], evals, False)
+
+
+RUNS = [
+    run("tether/B-v0", "tce", 1, [0.0, 0.5, 0.5, 1.0, 0.75]),
+    run("tether/B-v0", "tce", 0, [0.0, 0.0, 0.25, 0.5, 0.5, 1.0]),
+    run("tether/A-v0", "bbrl", 0, [1.5, 1.6, 1.7], "max_height"),
+]
+
+
+def test_studies_are_tasks_and_methods_with_their_seeds_in_order() -> None:
+    assert {key: [run.config.seed for run in seeds] for key, seeds in by_study(RUNS).items()} == {
+        ("A-v0", "bbrl"): [0],
+        ("B-v0", "tce"): [0, 1],
+    }
+
+
+def test_rows_are_at_shares_of_the_steps_that_every_seed_took() -> None:
+    """The shorter run took 400 steps, so 100, 200 and 400 are compared."""
+    rows = [row for row in task_rows(RUNS) if row["task"] == "B-v0"]
+    assert [row["environment steps"] for row in rows] == ["100", "200", "400"]
+    assert [row["mean"] for row in rows] == ["0.250", "0.375", "0.625"]
+    assert rows[-1]["seeds"] == "0.50, 0.75"
+    assert [row["at any step"] for row in rows] == ["1.000"] * 3
+    assert [row["at any step"] for row in task_rows(RUNS) if row["task"] == "A-v0"] == [""] * 3
+
+
+def test_a_task_has_one_panel_judged_by_its_own_number(tmp_path: Path) -> None:
+    first, second = task_panels(RUNS)
+    assert (first.title, first.y_label, first.percent) == ("A-v0", "max height (m)", False)
+    assert (second.title, second.percent) == ("B-v0", True)
+    assert second.curves["tce"][1].y.tolist() == [0.0, 0.5, 0.5, 1.0, 0.75]
+    assert second.curves["tce"][1].x.tolist() == pytest.approx([0, 1e-4, 2e-4, 3e-4, 4e-4])
+    page = write_overview(RUNS, tmp_path / "index.html", "Robots & co").read_text()
+    assert "Robots &amp; co" in page
+    assert "3 of 3 runs" in page
+    assert "<td>0.50, 0.75</td>" in page
+
+
+def test_a_table_of_markdown_has_one_line_a_row() -> None:
+    assert markdown_table([{"a": "1", "b": "2"}]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

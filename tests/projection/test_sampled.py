@@ -1,0 +1,208 @@
+"""An old policy from what a sampler reports: what it is, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.rounding import unit_of
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.projection import LagBound, SampledPolicy, kl_categorical, truncated_weights
+
+B, T, V, K = 3, 4, 40, 6
+
+
+class Report:
+    """What an engine would say of `mu`, dense float64 log-probabilities [B, T, V]."""
+
+    def __init__(self, *, top_k: int | None = None, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        logits = 2 * torch.randn(B, T, V, dtype=torch.float64, generator=generator)
+        if top_k is not None:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+        self.mu = logits.log_softmax(-1)
+        self.sampled = self.mu.exp().view(-1, V).multinomial(1, generator=generator).view(B, T)
+        self.own = self.mu.gather(-1, self.sampled[..., None]).squeeze(-1)
+        self.log_probs, self.ids = self.mu.topk(K)
+        self.mask = torch.ones(B, T)
+
+    def policy(self, **changes: Any) -> SampledPolicy:
+        given: dict[str, Any] = {
+            "sampled_ids": self.sampled, "ids": self.ids, "log_probs": self.log_probs, "mask": self.mask,
+            "sampled_log_probs": self.own, **changes,
+        }  # fmt: skip
+        return SampledPolicy.from_report(**given)
+
+
+def test_the_tail_is_the_mass_nobody_reported() -> None:
+    report = Report()
+    policy = report.policy()
+    held = torch.zeros(B, T, V + 1, dtype=torch.bool)
+    held.scatter_(-1, torch.where(policy.support.ids < 0, V, policy.support.ids), True)
+    left = torch.where(held[..., :-1], 0.0, report.mu.exp()).sum(-1)
+    assert torch.allclose(policy.support.log_tail.exp(), left, rtol=1e-9, atol=0)
+    assert torch.equal(policy.log_probs, report.own)
+    assert not policy.truncated.any()
+
+
+def test_a_drawn_id_outside_the_top_k_gets_a_slot_and_one_inside_keeps_its_own() -> None:
+    report = Report()
+    inside = (report.ids == report.sampled[..., None]).any(-1)
+    assert inside.any()
+    assert (~inside).any()
+    support = report.policy().support
+    assert torch.equal((support.ids >= 0).sum(-1), torch.where(inside, K, K + 1))
+    assert ((support.ids == report.sampled[..., None]).sum(-1) == 1).all()
+
+
+def test_where_sampling_was_truncated_the_reported_set_is_the_policy() -> None:
+    report = Report(top_k=4)  # reports six ids, two of which cannot be drawn
+    policy = report.policy(truncated=True)
+    assert policy.truncated.all()
+    assert torch.equal((policy.support.ids >= 0).sum(-1), torch.full((B, T), 4))
+    new = torch.randn(B, T, V, dtype=torch.float64)
+    seen = policy.see(new)
+    restricted = new.masked_fill(torch.isneginf(report.mu), -torch.inf).log_softmax(-1)
+    there = restricted.gather(-1, seen.ids.clamp_min(0)).exp()
+    assert torch.allclose(seen.log_probs.exp(), torch.where(seen.ids < 0, 0.0, there), rtol=1e-12, atol=0)
+    true = kl_categorical(restricted, report.mu)
+    assert torch.allclose(kl_categorical(seen.with_buckets(), policy.support.with_buckets()), true, rtol=1e-9)
+
+
+def test_a_divergence_seen_from_the_top_k_never_exceeds_the_true_one() -> None:
+    report = Report()
+    policy = report.policy()
+    new = report.mu + torch.randn(B, T, V, dtype=torch.float64)
+    seen = kl_categorical(policy.see(new).with_buckets(), policy.support.with_buckets())
+    true = kl_categorical(new, report.mu)
+    assert (seen <= true + unit_of(true, torch.float64, terms=V)).all()
+    assert (seen > 0.5 * true).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_rounding_of_an_engine_is_no_fault(dtype: torch.dtype, truncated: bool) -> None:
+    for seed in range(20):
+        report = Report(top_k=K if truncated else None, seed=seed)
+        policy = report.policy(
+            log_probs=report.log_probs.to(dtype), sampled_log_probs=report.own.to(dtype), truncated=truncated
+        )
+        assert policy.support.log_probs.dtype == torch.float32
+        assert (policy.support.with_buckets().exp().sum(-1) <= 1 + 0.02).all()
+
+
+def _at(values: Tensor, position: tuple[int, ...], value: float) -> Tensor:
+    changed = values.clone()
+    changed[position] = value
+    return changed
+
+
+def _broken(report: Report, what: str) -> dict[str, Any]:
+    """A report that is wrong at sequence 1, position 2 alone."""
+    where = (1, 2)
+    ids, log_probs, likeliest = report.ids, report.log_probs, report.ids[..., 0]
+    outside = next(i for i in range(V) if i not in ids[where].tolist())
+    another = {"sampled_ids": _at(likeliest, where, outside), "sampled_log_probs": None}
+    first = log_probs[..., 0]
+    cases: dict[str, dict[str, Any]] = {
+        "nan": {"log_probs": _at(log_probs, (*where, 3), math.nan)},
+        "own nan": {"sampled_log_probs": _at(report.own, where, math.nan)},
+        "twice": {"ids": _at(ids, (*where, 3), int(ids[where][0]))},
+        "vocabulary": {"ids": _at(ids, (*where, 3), V + 7), "vocabulary_size": V},
+        "negative": {"ids": _at(ids, (*where, 3), -5), "vocabulary_size": V},
+        "mass": {
+            "log_probs": _at(log_probs, (*where, 5), 0.0), "sampled_log_probs": None, "sampled_ids": likeliest
+        },
+        "missing": another,
+        "impossible": {**another, "sampled_log_probs": _at(first, where, -torch.inf)},
+        "temperature": {"sampled_ids": likeliest, "sampled_log_probs": _at(first, where, -3.0)},
+    }  # fmt: skip
+    return cases[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nan", "log-probability is NaN"),
+        ("own nan", "log-probability is NaN"),
+        ("twice", "reported twice"),
+        ("vocabulary", "the reported id 47 is not in the vocabulary"),
+        ("negative", "the reported id 5 is not in the vocabulary"),
+        ("mass", "more than 1 by more than rounding"),
+        ("missing", "is not among the 6 reported ids and its own log-probability is missing"),
+        ("impossible", "so it cannot have been sampled"),
+        ("temperature", "by itself and"),
+    ],
+)
+def test_a_broken_record_is_refused_by_sequence_and_position(what: str, message: str) -> None:
+    report = Report()
+    with pytest.raises(InvalidInputError, match=re.escape(message)) as refusal:
+        report.policy(**_broken(report, what))
+    assert "sequence 1, position 2: " in str(refusal.value)
+    assert "(1 token in all)" in str(refusal.value)
+    # The same under the mask is nobody's business.
+    report.policy(**_broken(report, what), mask=_at(report.mask, (1, 2), 0.0))
+
+
+def test_a_truncated_set_must_be_whole_and_hold_the_drawn_id() -> None:
+    whole = Report(top_k=8)  # of which six are reported
+    with pytest.raises(InvalidInputError, match="nothing else could be sampled"):
+        whole.policy(truncated=True, sampled_ids=whole.ids[..., 0], sampled_log_probs=None)
+    other = Report(top_k=4)
+    outside = other.mu[2, 1].argmin()
+    with pytest.raises(InvalidInputError, match=r"sequence 2, position 1: the set of 4 ids .* does not hold"):
+        other.policy(
+            truncated=True, sampled_ids=_at(other.sampled, (2, 1), float(outside)), sampled_log_probs=None
+        )
+
+
+@pytest.mark.parametrize("lag", [torch.tensor([1, 2]), torch.tensor(-1), torch.tensor([0.5] * B)])
+def test_a_lag_counts_versions(lag: Tensor) -> None:
+    with pytest.raises(InvalidInputError, match="lag counts versions"):
+        Report().policy(lag=lag)
+
+
+def test_lags_come_by_batch_by_sequence_or_by_token() -> None:
+    report = Report()
+    by_token = torch.arange(B * T).view(B, T)
+    by_sequence = torch.arange(B)[:, None].expand(B, T)
+    for given, expected in ((3, torch.full((B, T), 3)), (torch.arange(B), by_sequence), (by_token, by_token)):
+        lag = report.policy(lag=given).lag
+        assert lag is not None
+        assert torch.equal(lag, expected)
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (LagBound(0.1), [0.1, 0.1, 0.1]),
+        (LagBound(0.1, "linear", 2.0), [0.1, 0.3, 0.9]),
+        (LagBound(0.1, "power", 0.5), [0.1, 0.1 * 2**0.5, 0.1 * 5**0.5]),
+        (LagBound(0.1, "geometric", 0.5), [0.1, 0.15, 0.1 * 1.5**4]),
+        (LagBound(0.1, "geometric", 0.5, largest=0.3), [0.1, 0.15, 0.3]),
+    ],
+)
+def test_bounds_by_lag_worked_out_by_hand(bound: LagBound, expected: list[float]) -> None:
+    assert bound.at(torch.tensor([0, 1, 4])).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kl_bound": 0.0}, {"growth": "cubic"}, {"rate": -0.1}, {"rate": math.nan}, {"largest": 0.01}]
+)
+def test_a_bound_by_lag_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        LagBound(**wrong)
+
+
+def test_weights_are_truncated_and_one_under_the_mask() -> None:
+    prox, mu = torch.tensor([[0.9, 0.1, 0.5]]).log(), torch.tensor([[0.3, 0.2, math.nan]]).log()
+    mask = torch.tensor([[1, 1, 0]])
+    assert truncated_weights(prox, mu, mask).tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
+    assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
+    with pytest.raises(InvalidInputError, match="largest must be positive"):
+        truncated_weights(prox, mu, mask, largest=0.0)
