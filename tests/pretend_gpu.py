@@ -48,6 +48,8 @@ _VALUE = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten._linalg_ch
 _ROWS = {
     aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount,
 }  # fmt: skip
+# They change the shape of what they have made, which a tensor made in Python does not notice. None waits.
+_SHAPED_INSIDE = (Tensor.nanquantile, Tensor.quantile, torch.nanquantile, torch.quantile)
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 _LIBRARY = Path(tether.__file__).parent
@@ -161,13 +163,16 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 class _FromPython(TorchFunctionMode):
-    """Makes tensors of Python's numbers and lists, which torch does before it dispatches."""
+    """What torch does before it dispatches: tensors of Python's numbers and lists."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and _is_ours(kwargs.get("device")):
             del kwargs["device"]
             return func(*args, **kwargs).to(DEVICE)
+        if func in _SHAPED_INSIDE:
+            values, *rest = args
+            return PretendTensor(func(_values(values), *rest, **kwargs))
         return func(*args, **kwargs)
 
 

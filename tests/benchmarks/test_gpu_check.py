@@ -104,7 +104,16 @@ def test_a_section_of_the_benchmark_that_fails_is_named_and_the_others_are_kept(
     assert [figure.value for figure in late] == [2]
 
 
-def test_outcomes_survive_their_way_between_processes() -> None:
+def test_outcomes_survive_their_way_between_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file that the piece's process writes and the other reads."""
+    monkeypatch.setattr(gpu_check, "PIECES", {"one": Piece(lambda plan: [Figure("a", 2.0, 1.0)], 1)})
+    target = tmp_path / "outcome.json"
+    assert gpu_check.main(["--dry-run", "--piece", "one", "--output", str(target)]) == 0
+    read = Outcome.read(json.loads(target.read_text()))
+    assert (read.piece, read.status, read.figures) == ("one", "ran", [Figure("a", 2.0, 1.0)])
+    assert not read.good
     outcome = Outcome("piece", "ran", 1.5, [Figure("a", 2.0, 3.0, unit="s"), Figure("b", math.inf)], "words")
     assert Outcome.read(json.loads(json.dumps(outcome.as_json()))) == outcome
     assert "| a | 2 s | <= 3 | met |" in page({"device": "GPU"}, [outcome], "command")

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from device_steps import Put, Step, Waits, assert_step
-from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, VALUE
+from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, TO_HOST, VALUE
 from tether import advantages
-from tether.losses import LOSSES, troll, value_clip
+from tether.losses import (
+    LOSSES,
+    PolicyLoss,
+    ProjectedTokens,
+    aggregate,
+    linear_policy_loss,
+    ppo_clip,
+    troll,
+    troll_objective,
+    value_clip,
+)
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import CompactLogProbs, SparseLogProbs, project_categorical
 
@@ -98,14 +108,18 @@ def _troll(form: str, settings: dict[str, Any]) -> Step:
     return step
 
 
-# Which tokens count, and which of them need work.
-HIDDEN_STATES: Waits = {
-    ("losses/project.py:_project_hidden_states", ROWS): 1,
-    ("ops/trust_region.py:_evaluate_block", ROWS): 2,
-    ("ops/trust_region.py:_Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:_gradient_of_block", ROWS): 2,
-    ("ops/dense_rows.py:projected_gradient", VALUE): 1,
+# Which tokens need work.
+NEED_WORK: Waits = {
+    ("ops/trust_region.py:evaluate_block", ROWS): 1,
+    ("ops/dense_rows.py:compare_rows", ROWS): 1,
+    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 2,
+    ("ops/dense_rows.py:part_gradient", VALUE): 1,
 }
+
+
+# And which count.
+HIDDEN_STATES: Waits = {("losses/project.py:_project_hidden_states", ROWS): 1, **NEED_WORK}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +137,51 @@ def test_troll_and_its_metrics(form: str, settings: dict[str, Any], waits: Waits
     assert_step(_troll(form, settings), waits, terms=100 * V)
 
 
+IN_ONE_PASS: Waits = {("losses/linear.py:_Rows.__init__", ROWS): 1}
+
+
+@pytest.mark.parametrize(
+    ("old_form", "depends_on", "waits"),
+    [
+        (None, "token", IN_ONE_PASS),
+        # How many tokens each sequence has.
+        (None, "sequence", {**IN_ONE_PASS, ("losses/linear.py:linear_policy_loss", TO_HOST): 1}),
+        ("sparse", "token", IN_ONE_PASS),
+        ("hidden states", "token", {**IN_ONE_PASS, **NEED_WORK}),
+    ],
+)
+def test_a_loss_in_one_pass(old_form: str | None, depends_on: Any, waits: Waits) -> None:
+    _, _, ids, mask = _policies()
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*s, D, generator=generator, dtype=torch.float64) for s in ((B, T), (V,)))
+    logits = hidden * 1.3 @ weight.T
+    few = SparseLogProbs.from_logits(logits, K, keep_ids=ids.clamp_min(0))
+
+    def step(put: Put) -> list[Tensor]:
+        leaves = [put(hidden.requires_grad_()), put(weight.requires_grad_())]
+        old: Any = {
+            "hidden states": lambda: HiddenStates(put(hidden.detach() * 1.3)),
+            "sparse": lambda: SparseLogProbs(put(few.ids), put(few.log_probs), put(few.log_tail)),
+        }.get(old_form or "", lambda: None)()
+        old_log_probs, advantages, counted = (
+            put(values) for values in (_sampled(logits.log_softmax(-1), ids), _advantages(B), mask)
+        )
+
+        def objective(tokens: ProjectedTokens) -> PolicyLoss:
+            if old is None:
+                return ppo_clip(tokens.new_log_probs, old_log_probs, advantages, counted)
+            token_loss = troll_objective(tokens, advantages, counted).token_loss
+            return PolicyLoss(aggregate(token_loss, counted), {})
+
+        result = linear_policy_loss(
+            objective, HiddenStates(*leaves), put(ids), counted, old=old, old_log_probs=old_log_probs,
+            kl_bound=KL_BOUND, depends_on=depends_on,
+        )  # fmt: skip
+        return [result.loss, *torch.autograd.grad(result.loss, leaves)]
+
+    assert_step(step, waits, terms=100 * V)
+
+
 RIVALS: dict[str, Waits] = {
     # Which tokens it may take out, and in which order: the random numbers are the host's.
     "clip_cov": {
@@ -130,6 +189,13 @@ RIVALS: dict[str, Waits] = {
         ("losses/clip_cov.py:_draw", ROWS): 1,
         ("losses/clip_cov.py:_draw", FROM_HOST): 1,
     },
+    # What may be left out, as a list that is sorted.
+    # A lag is checked; one that is a number goes to the device.
+    "decoupled_clip": {
+        ("losses/decoupled_clip.py:_proximal", FROM_HOST): 1,
+        ("losses/decoupled_clip.py:_proximal", VALUE): 1,
+    },
+    "m2po": {("losses/m2po.py:m2po", ROWS): 1, ("losses/m2po.py:_largest_kept", VALUE): 1},
     "kl_cov": {("losses/covariance.py:number_of_tokens", VALUE): 1},
 }
 # How many prompts there are, and whether each has two responses.
@@ -147,6 +213,8 @@ def test_rivals(name: str) -> None:
             options = {"new": put(new), "old": put(old)}
         if name == "clip_cov":
             options = {"generator": torch.Generator().manual_seed(0)}
+        if name == "decoupled_clip":
+            options = {"lag": 2}
         result = LOSSES[name](leaf, put(_sampled(old, ids)), put(_advantages(B)), put(mask), **options)
         return [
             result.loss,

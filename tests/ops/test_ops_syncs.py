@@ -84,14 +84,19 @@ def _trust_region(*, support: bool = False, sequences: bool = False, old_head: b
     return step
 
 
-FORWARD: Waits = {("ops/trust_region.py:_evaluate_block", ROWS): 2}  # uncertified, then outside the bound
+# Rows that are not certified, then those outside the bound.
+FORWARD: Waits = {
+    ("ops/trust_region.py:evaluate_block", ROWS): 1,
+    ("ops/dense_rows.py:compare_rows", ROWS): 1,
+}
 BACKWARD: Waits = {
-    ("ops/trust_region.py:_Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:_gradient_of_block", ROWS): 2,
-    ("ops/dense_rows.py:projected_gradient", VALUE): 1,
+    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 2,
+    ("ops/dense_rows.py:part_gradient", VALUE): 1,
 }
 SEQUENCES: Waits = {
-    ("ops/trust_region.py:_evaluate_block", ROWS): 1,
+    ("ops/trust_region.py:evaluate_block", ROWS): 1,
+    ("ops/dense_rows.py:compare_rows", ROWS): 1,
     ("ops/shared_steps.py:_SequenceMeans.__init__", VALUE): 1,
     ("ops/shared_steps.py:project_sequences", ROWS): 1,
     ("ops/trust_region.py:_sums", VALUE): 2,

@@ -124,16 +124,18 @@ class _Rows:
         backend: Backend,
     ) -> None:
         self.counted, self.kl_bound, self.backend = counted, kl_bound, backend
-        self.new = replace(new, hidden=new.hidden[counted])
-        self.ids = ids[counted]
+        # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
+        at = counted.nonzero(as_tuple=True)
+        self.new = replace(new, hidden=new.hidden[at])
+        self.ids = ids[at]
         self.count = self.ids.shape[0]
-        self.old_log_probs = None if old_log_probs is None else old_log_probs.detach()[counted]
+        self.old_log_probs = None if old_log_probs is None else old_log_probs.detach()[at]
         self.old: HiddenStates | SparseLogProbs | None = None
         if isinstance(old, HiddenStates):
-            support = None if old.support is None else old.support[counted]
-            self.old = replace(old, hidden=old.hidden.detach()[counted], support=support)
+            support = None if old.support is None else old.support[at]
+            self.old = replace(old, hidden=old.hidden.detach()[at], support=support)
         elif isinstance(old, SparseLogProbs):
-            self.old = old.detach()[counted]
+            self.old = old.detach()[at]
         elif old is not None:
             raise InvalidInputError(
                 f"old must be HiddenStates, SparseLogProbs or None, got {type(old).__name__}. Whole "

@@ -73,7 +73,8 @@ def log_probs_in_one_pass(
             grad_log_probs, grad_entropy = slopes(block, (out.log_probs, out.entropy))
             log_sum = out.largest + out.log_total
             arrived = gather_upstream(log_sum, out.entropy, None, grad_entropy, (ids[block], grad_log_probs))
-            kept, at = buffer[: block.stop - block.start], torch.arange(block.start, block.stop)
+            kept = buffer[: block.stop - block.start]
+            at = torch.arange(block.start, block.stop, device=hidden.device)
             if may_ask(kept):
                 touched = arrived.touched().nonzero().squeeze(-1)
                 kept, arrived, at = keep_rows(kept, touched), arrived.at(touched), at[touched]

@@ -264,8 +264,7 @@ def gradient_of_block(
     grad = pair.new_logits(block)
     inner = grad[:, : pair.vocabulary]
     acts = arrived.projected.acts[block]
-    place = acts.cumsum(0) - 1  # of a row among those whose old logits are needed
-    needed = acts.nonzero().squeeze(-1)
+    needed, taken = acts.nonzero().squeeze(-1), 0
     old = pair.old_logits(block[needed]) if needed.numel() else None
     for part in rows_at_a_time(inner):
         at, logits = block[part], inner[part]
@@ -274,11 +273,8 @@ def gradient_of_block(
         rows, old_rows = at[acting], None
         if acting.numel():
             assert old is not None
-            first, last = (
-                int(place[part][acting[0]]),
-                int(place[part][acting[-1]]),
-            )  # in rising order, no gaps
-            old_rows = old[first : last + 1]
+            old_rows = old[taken : taken + acting.numel()]  # in rising order, no gaps
+            taken += acting.numel()
         upstream = arrived.projected.at(rows)
         part_gradient(logits, arrived.own.at(at), old_rows, acting, ids[rows], upstream, kl_bound)
         if isinstance(slope, Tensor) or slope != 1:
