@@ -61,7 +61,7 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
     from tether.episodic.presets import preset
     from tether.episodic.sampler import EpisodeSampler
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("LEARNER_THREADS", "1")))
     name, env_id, options, *_ = CASES[case]
     config: Any = preset(name)
     config = replace(config, precision="float32", critic=replace(config.critic, state_stride=5))
@@ -94,10 +94,10 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
     return rows[1:]
 
 
-def in_tree(tree: Path, case: str, iterations: int) -> list[dict[str, float]]:
+def in_tree(tree: Path, case: str, iterations: int, threads: int) -> list[dict[str, float]]:
     """`measure` with the package of a tree."""
     command = [sys.executable, __file__, "--measure", case, "--iterations", str(iterations)]
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LEARNER_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{tree}: {case} failed.\n{done.stderr[-2000:]}")
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="folder with another version of the repository")
     parser.add_argument("--iterations", type=int, default=3, help="of each case in a round")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of learning; more show in the wall clock")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -138,7 +139,7 @@ def main() -> None:
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(options.rounds):
             for name, tree in trees.items():
-                rows[name] += in_tree(tree, case, options.iterations)
+                rows[name] += in_tree(tree, case, options.iterations, options.threads)
         cases[case] = {name: summary(case, found) for name, found in rows.items()}
         for name, found in cases[case].items():
             print(
@@ -152,7 +153,7 @@ def main() -> None:
     if RESULTS.exists():
         cases = json.loads(RESULTS.read_text())["cases"] | cases
     record = {
-        "command": f"python benchmarks/robot_speed.py --rounds {options.rounds}",
+        "command": f"python benchmarks/robot_speed.py --rounds {options.rounds} --threads {options.threads}",
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "load": os.getloadavg(),
         "cases": cases,
