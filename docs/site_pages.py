@@ -30,7 +30,13 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.settings",
         "tether.projection.tokens",
     ),
-    "LM heads": ("tether.ops.linear", "tether.ops.trust_region", "tether.ops.hidden_states"),
+    "LM heads": (
+        "tether.ops.linear",
+        "tether.ops.trust_region",
+        "tether.ops.divergence",
+        "tether.ops.hidden_states",
+    ),
+    "The network": ("tether.step_back",),
     "Losses": (
         "tether.losses",
         "tether.losses.base",
@@ -47,6 +53,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.integrations.trl_advantages",
         "tether.integrations.trl_critic",
         "tether.integrations.trl_kl_stop",
+        "tether.integrations.trl_step_back",
         "tether.integrations.loss_options",
     ),
     "Language models": (

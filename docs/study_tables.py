@@ -45,6 +45,9 @@ STUDIES = {
     "h-second-family-longer": "(h) The second family on the longer task, learning rate 1e-4",
     "h-second-family-rivals": "(h) The same, more rivals, 64 updates a batch",
     "h-second-family-tokens": "(h) The second family, eight times the responses, 64 updates a batch",
+    "j-step-back": "(j) A bound on the network, learning rate 3e-4, validation problems",
+    "j-step-back-second-family": "(j) The same on the second family, test problems",
+    "j-step-back-longer": "(j) The same on the longer task, learning rate 1e-4, test problems",
     "quick-a": "Small version of (a)",
     "quick-b": "Small version of (b)",
     "quick-c": "Small version of (c)",
@@ -86,7 +89,7 @@ def results_of(method: str) -> str:
         for row in [] if table is None else table["rows"]:
             if method_of(row["method"]) == method:
                 where = f"{title}{', ' if row['point'] else ''}{row['point']}"
-                lines.append(_line([where, *_cells(row)]))
+                lines.append(_line([where, *_cells(row, table["baseline"])]))
     if not lines:
         return "Nothing yet: no finished run of a [study](../studies.md) has this method."
     return (
@@ -136,17 +139,17 @@ def _points(table: dict[str, Any]) -> Iterator[str]:
     points: dict[str, list[dict[str, Any]]] = {}
     for row in table["rows"]:
         points.setdefault(row["point"], []).append(row)
-    yield f"Baseline: {table['baseline']}."
+    yield f"Baseline: {table['baseline'] or 'not run yet'}."
     for point, rows in points.items():
         rows.sort(key=lambda row: -row["final"]["value"])
-        lines = "\n".join([*_head(_COLUMNS), *(_line(_cells(row)) for row in rows)])
+        lines = "\n".join([*_head(_COLUMNS), *(_line(_cells(row, table["baseline"])) for row in rows)])
         yield f"**{point}**\n\n{lines}" if point else lines
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], baseline: str | None) -> list[str]:
     against = row["against"]
     if against is None:
-        tested = ["", "", "baseline"]
+        tested = ["", "", "baseline" if row["method"] == baseline else "none yet"]
     else:
         verdict = f"{row['verdict']}, p {against['p_value']:.3f}"
         tested = [_percent(against["difference"], sign="+"), f"{against['better']['value']:.2f}", verdict]

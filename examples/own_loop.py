@@ -2,13 +2,16 @@
 
 A small recurrent network learns to continue 1 3 with 0 2 4 1 (steps of two, modulo five) from rewards alone.
 Each batch of responses serves sixteen updates; `troll` keeps what the loss sees within `kl_bound` of the
-policy that wrote them. `python examples/own_loop.py` takes about half a minute.
+policy that wrote them, and `StepBack` the network itself within `budget` after them.
+`python examples/own_loop.py` takes about half a minute.
 """
 
 import torch
 from torch import Tensor, nn
 
+from tether import kl_categorical
 from tether.losses import troll
+from tether.step_back import StepBack
 
 DIGITS, GIVEN, LENGTH = 5, 2, 4
 PROMPTS, RESPONSES, UPDATES = 64, 8, 16
@@ -37,14 +40,16 @@ def continuation(prompts: Tensor) -> Tensor:
     return (prompts[:, 1:] + step * torch.arange(1, LENGTH + 1)) % DIGITS
 
 
-def train(rollouts: int, kl_bound: float = 0.05, seed: int = 0) -> list[float]:
+def train(rollouts: int, kl_bound: float = 0.05, budget: float = 0.05, seed: int = 0) -> list[float]:
     """Train from nothing and return the share of right digits in each batch of responses."""
     torch.manual_seed(seed)
     network = Network()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    step_back = StepBack(network, budget)
     accuracies = []
     for rollout in range(rollouts):
         prompts = torch.randint(DIGITS, (PROMPTS, GIVEN)).repeat_interleave(RESPONSES, 0)
+        step_back.record()
         responses = network.respond(prompts)
         rewards = (responses == continuation(prompts)).float().mean(-1).view(PROMPTS, RESPONSES)
         spread = rewards.std(1, keepdim=True) + 1e-4
@@ -67,10 +72,14 @@ def train(rollouts: int, kl_bound: float = 0.05, seed: int = 0) -> list[float]:
             optimizer.zero_grad()
             result.loss.backward()
             optimizer.step()
+        kept = step_back.enforce(lambda ids=ids, old=old: kl_categorical(network(ids)[:, GIVEN - 1 :], old))
         accuracies.append(rewards.mean().item())
         if rollout % 25 == 0 or rollout == rollouts - 1:
             kl, projected = result.metrics["kl_max"].item(), result.metrics["projected"].item()
-            print(f"{rollout:3d}  right {accuracies[-1]:.1%}  largest KL {kl:.3f}  projected {projected:.1%}")
+            print(
+                f"{rollout:3d}  right {accuracies[-1]:.1%}  largest KL {kl:.3f}  projected {projected:.1%}  "
+                f"network {kept.divergence_before:.3f} -> {kept.divergence:.3f}"
+            )
     return accuracies
 
 

@@ -275,7 +275,7 @@ def test_old_weights_travel_through_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"budget": 0.0}, "budget of a step back must be a positive number of nats.*got 0.0"),
+        ({"budget": 0.0}, "budget of a step back must be positive.*got 0.0"),
         ({"budget": math.inf}, "got inf"),
         ({"budget": "0.05"}, "got '0.05'"),
         ({"statistic": "median"}, "'mean', 'max' or a quantile.*got 'median'"),

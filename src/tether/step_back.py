@@ -118,8 +118,7 @@ class StepBack:
         """The weights are now those that sample: `enforce` goes back to them."""
         if not self._old:
             self._old = [_beside(parameter) for parameter in self._parameters]
-        for kept, parameter in zip(self._old, self._parameters, strict=True):
-            kept.copy_(_local(parameter), non_blocking=True)
+        self._copy_to(self._old)
 
     def enforce(self, measure: Callable[[], Tensor]) -> StepBackResult:
         """Bring the network within the budget, and leave it there.
@@ -154,8 +153,7 @@ class StepBack:
 
     def _search(self, measure: Callable[[], Tensor], before: float) -> StepBackResult:
         new = [_beside(parameter) for parameter in self._parameters]
-        for kept, parameter in zip(new, self._parameters, strict=True):
-            kept.copy_(_local(parameter), non_blocking=True)
+        self._copy_to(new)
         search = LineSearch(self.budget, before)
         at = wanted = 1.0
         passes = 1
@@ -171,18 +169,24 @@ class StepBack:
                 self._move(wanted, new)
         return StepBackResult(search.kept, before, search.divergence, passes)
 
+    def _copy_to(self, ends: list[Tensor]) -> None:
+        for kept, parameter in zip(ends, self._parameters, strict=True):
+            place = _local(parameter)
+            kept.copy_(place, non_blocking=_copies_in_order(place))
+
     @torch.no_grad()
     def _move(self, fraction: float, new: list[Tensor]) -> None:
         """Set the weights to a point of the line, a block at a time; the ends are the very weights."""
         for parameter, *ends in zip(self._parameters, self._old, new, strict=True):
             place = _local(parameter)
+            in_order = _copies_in_order(place)
             for block, old_block, new_block in _blocks(place, *ends):
                 if fraction == 0.0:
-                    block.copy_(old_block, non_blocking=True)
+                    block.copy_(old_block, non_blocking=in_order)
                     continue
                 wide = torch.promote_types(place.dtype, torch.float32)
                 start, end = (
-                    part.to(place.device, non_blocking=True).to(wide) for part in (old_block, new_block)
+                    part.to(place.device, non_blocking=in_order).to(wide) for part in (old_block, new_block)
                 )
                 block.copy_(torch.lerp(start, end, fraction))  # exact at 1
         self._let_go()
@@ -245,7 +249,7 @@ class StepBack:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The old weights, for a checkpoint between `record` and `enforce`; empty if nothing is recorded."""
-        if self._old and self._parameters[0].device.type != "cpu":
+        if self._old and any(_copies_in_order(parameter) for parameter in self._parameters):
             torch.accelerator.synchronize()  # copies may still be under way
         return {str(index): kept for index, kept in enumerate(self._old)}
 
@@ -288,10 +292,15 @@ def _local(parameter: Tensor) -> Tensor:
     return torch.atleast_1d(local)
 
 
+def _copies_in_order(place: Tensor) -> bool:
+    """Whether copies to and from page-locked memory wait for one another, and nobody for them."""
+    return place.device.type == "cuda"
+
+
 def _beside(parameter: Tensor) -> Tensor:
     """Room for this process's part of a parameter in the CPU's memory."""
     local = _local(parameter)
-    return torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+    return torch.empty(local.shape, dtype=local.dtype, pin_memory=_copies_in_order(local))
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -91,7 +91,7 @@ def check_step_back(budget: Any, statistic: Any, passes: Any) -> None:
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
         raise InvalidInputError(
-            f"The budget of a step back must be a positive number of nats, such as 0.05; got {budget!r}."
+            f"The budget of a step back must be positive and finite, in nats, such as 0.05; got {budget!r}."
         )
     quantile = isinstance(statistic, float) and 0 < statistic < 1
     if not quantile and statistic not in ("mean", "max"):

@@ -105,7 +105,7 @@ def share_within(kl: Tensor, budget: float) -> float:
 
 @pytest.mark.parametrize(
     ("method", "statistic"),
-    [("troll", "mean"), ("troll", 0.9), ("bucket", "max"), ("clip", "mean"), ("clip", "max"), ("sapo", 0.9)],
+    [("troll", "mean"), ("bucket", "max"), ("clip", "max"), ("sapo", 0.9)],
 )
 def test_after_64_updates_the_network_is_within_its_budget(
     make_trainer: Callable[..., Any], method: str, statistic: Any
@@ -265,7 +265,7 @@ def test_weights_of_another_model_are_refused(make_trainer: Callable[..., Any], 
 @pytest.mark.parametrize(
     ("step_back", "more", "message"),
     [
-        (0.0, {}, "positive number of nats.*got 0.0"),
+        (0.0, {}, "must be positive and finite.*got 0.0"),
         ({"budget": 0.1, "statistic": "median"}, {}, "got 'median'"),
         ({"budget": 0.1, "passes": 1}, {}, "at least 2 passes"),
         ({"budget": 0.1, "every": 0}, {}, "at least 1, got 0"),

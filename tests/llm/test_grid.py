@@ -71,6 +71,16 @@ def test_batches_give_every_staleness_the_same_number_of_responses() -> None:
     assert len({cell.train.steps * cell.train.responses_per_update for cell in made}) == 1
 
 
+def test_an_axis_may_be_an_option_of_every_method_or_of_the_estimator() -> None:
+    axes = ("method.kl_bound=0.1,0.2", "estimator.gamma=0.9")
+    made = grid(methods=("troll", "trm"), axes=axes, estimators=("reinforce_plus_plus",))
+    found = [(cell.train.method.name, cell.train.method.kl_bound) for cell in made]
+    assert found == [("troll", 0.1), ("trm", 0.1), ("troll", 0.2), ("trm", 0.2)]
+    assert {cell.train.estimator.gamma for cell in made} == {0.9}
+    with pytest.raises(ConfigError, match=r"'clip' sets 'method\.kl_bound'"):
+        grid(axes=axes[:1])
+
+
 def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
     [troll, trm] = grid(methods=("troll:kl_bound=0.2", "trm:kl_bound=0.2"))
     assert troll.train.method == TROLL(kl_bound=0.2)
@@ -136,7 +146,7 @@ def test_every_loss_is_a_method_and_every_estimator_is_spelt_out() -> None:
             "as its critic, which quantization='nf4'",
         ),
         ({"kl_stop": -0.1}, "kl_stop must be a positive number"),
-        ({"step_back": -0.1}, "step_back: The budget .* positive number of nats.*got -0.1"),
+        ({"step_back": -0.1}, "step_back: The budget .* must be positive.*got -0.1"),
         ({"step_back": 0.1, "step_back_statistic": "median"}, "got 'median'"),
         ({"step_back": 0.1, "step_back_every": 9}, "between 1 and the 8 updates"),
         ({"step_back": 0.1, "updates_per_rollout": 1}, "does not record where each serves one update"),

@@ -7,12 +7,11 @@ A row cannot be in the table without its comparison being run, because the rows 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from references import (
     SEQUENCE_ADVANTAGES,
@@ -34,7 +33,11 @@ from references import (
 from torch import Tensor
 
 import tether.advantages
+from tether.integrations.loss_options import GIVEN, looks_at_distributions, loss_options
+from tether.llm.estimators import ESTIMATORS as RUN_ESTIMATORS
+from tether.llm.estimators import find_estimator
 from tether.losses import LOSSES
+from tether.signatures import keywords_of, options_of, places_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "methods.md"
@@ -299,14 +302,29 @@ ESTIMATORS: tuple[Estimator, ...] = (
     ),
 )
 
-# Not a choice of the method: shared by all, or data.
-_NOT_LISTED = {"max_response_length", "new", "old", "response_ids", "generator", "lag", "proximal_log_probs"}
+_WORDS = {
+    "generator": "random numbers", "lag": "updates since sampling", "new": "distributions",
+    "proximal_log_probs": "a policy between the two",
+}  # fmt: skip
 
 
-def _defaults(function: Callable[..., Any]) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    listed = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _NOT_LISTED]
-    return "<br>".join(f"`{p.name}={p.default!r}`" for p in listed) or "none"
+def _options(function: Callable[..., Any], name: str) -> str:
+    chosen = options_of(function, name, GIVEN | {"max_response_length", "policy_weights"}).values()
+    return "<br>".join(f"`{option.name}={option.default!r}`" for option in chosen) or "none"
+
+
+def _needs(name: str) -> str:
+    """What a loss is given besides log-probabilities and advantages: always, or under which options."""
+    given = keywords_of(LOSSES[name]) & _WORDS.keys()
+    if not hasattr(LOSSES[name], "looks_at_distributions"):
+        return "<br>".join(_WORDS[key] for key in sorted(given)) or "sampled tokens"
+    words = [
+        f"distributions with `{option.name}={value!r}`"
+        for option in loss_options(name).values()
+        for value in get_args(option.type)
+        if isinstance(value, str) and looks_at_distributions(name, {option.name: value})
+    ]
+    return "<br>".join(words)
 
 
 def _row(*cells: str) -> str:
@@ -329,12 +347,13 @@ def table() -> str:
         "made by `tests/losses/make_verl_fixtures.py`; TRL is run as installed.",
         "",
         "All losses take `(log_probs, old_log_probs, advantages, response_mask)` and keywords, and are in",
-        "`tether.losses.LOSSES` by name.",
+        "`tether.losses.LOSSES` by name. Options and needs are read from the signatures: a loss is its file",
+        "and its line in `LOSSES`, and a row here says what it is checked against.",
         "",
         "## Policy losses",
         "",
-        _row("method", "paper", "file", "defaults", "checked against"),
-        _row(*["---"] * 5),
+        _row("method", "paper", "file", "options", "needs", "checked against"),
+        _row(*["---"] * 6),
     ]
     for method in METHODS:
         sources = [method.elsewhere, *(reference.source for reference in method.references)]
@@ -343,7 +362,8 @@ def table() -> str:
                 f"`{method.function}`" + (f"<br>{method.variant}" if method.variant else ""),
                 _arxiv(method.paper),
                 f"`src/tether/losses/{method.function}.py`",
-                "as above" if method.variant else _defaults(LOSSES[method.function]),
+                "as above" if method.variant else _options(LOSSES[method.function], method.function),
+                "as above" if method.variant else _needs(method.function),
                 "<br>".join(dict.fromkeys(source for source in sources if source)),
             )
         )
@@ -353,14 +373,32 @@ def table() -> str:
         "",
         "In `src/tether/advantages.py`, by name in `tether.advantages.ADVANTAGES`.",
         "",
-        _row("estimator", "paper", "defaults", "checked against"),
-        _row(*["---"] * 4),
+        _row("estimator", "paper", "options", "needs", "checked against"),
+        _row(*["---"] * 5),
     ]
     for estimator in ESTIMATORS:
         function = getattr(tether.advantages, estimator.function)
+        given = ", ".join(f"`{place}`" for place in places_of(function))
+        options = _options(function, estimator.function)
         lines.append(
-            _row(f"`{estimator.function}`", _arxiv(estimator.paper), _defaults(function), estimator.source)
+            _row(f"`{estimator.function}`", _arxiv(estimator.paper), options, given, estimator.source)
         )
+    lines += [
+        "",
+        "## Estimators of a training run",
+        "",
+        "`--estimator NAME`, or `package.module:function`, whose positional parameters are among `rewards`,",
+        "`group_ids`, `response_mask` and `token_rewards`; the loss is then averaged over tokens.",
+        "",
+        _row("name", "in TRL's words", "advantages", "options"),
+        _row(*["---"] * 4),
+    ]
+    for name, spec in RUN_ESTIMATORS.items():
+        settings = "<br>".join(f"`{key}={value!r}`" for key, value in spec.trl.items())
+        options = find_estimator(name)().options().items()
+        chosen = "<br>".join(f"`{key}={value!r}`" for key, value in options)
+        whose = f"`{spec.replaces.replace(':', '.')}`" if spec.replaces else "TRL's"
+        lines.append(_row(f"`{name}`", settings, whose, chosen or "none"))
     return "\n".join(lines) + "\n"
 
 

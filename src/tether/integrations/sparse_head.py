@@ -55,6 +55,7 @@ class SparseHeadOutput(ModelOutput):
     projected_kl: Tensor | None = None
     step: Tensor | None = None
     projected: Tensor | None = None
+    converged: Tensor | None = None
     certified: Tensor | None = None
     uncertain: Tensor | None = None
     tail_mass: Tensor | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.trl_resume import ResumableTrainer
 from tether.names import look_up
 from tether.signatures import check_known, options_of, places_of
+
+if TYPE_CHECKING:
+    from tether.integrations.trl_critic import CriticOptions
 
 # What a function from rewards to advantages may ask for, by the names of its parameters.
 _AVAILABLE = ("rewards", "group_ids", "response_mask", "token_rewards")
@@ -34,6 +37,10 @@ class Estimator:
 
     name: str
 
+    def start(self, trainer: Any) -> Estimator:
+        """The estimator of a trainer whose model is ready: itself, if it has nothing to learn."""
+        return self
+
     def advantages(self, trainer: Any, rewards: Tensor, output: dict[str, Any]) -> Tensor:
         """Of this process's rows, [b] or [b, T], from the rewards [B] of all; may add columns to `output`."""
         raise NotImplementedError
@@ -46,17 +53,6 @@ class Estimator:
 
     def load(self, folder: Path) -> None:
         """Go on from there."""
-
-
-class EstimatorSettings(Protocol):
-    """What is given to a trainer as `estimator`."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-
-    def start(self, trainer: Any) -> Estimator:
-        """The estimator of a trainer whose model is ready."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +112,6 @@ class FromRewards(Estimator):
         }
         return torch.as_tensor(function(*(available[name] for name in places_of(function)), **self.options))
 
-    def start(self, trainer: Any) -> Estimator:
-        """Itself: nothing is learned."""
-        return self
-
     def advantages(self, trainer: Any, rewards: Tensor, output: dict[str, Any]) -> Tensor:
         """Of this process's rows, by the rewards and masks of all."""
         mask = loss_mask(output)
@@ -147,7 +139,7 @@ class EstimatorTrainer(ResumableTrainer):
         reward_funcs: Any = None,
         args: Any = None,
         *rest: Any,
-        estimator: EstimatorSettings | str | None = None,
+        estimator: Estimator | CriticOptions | str | None = None,
         **kwargs: Any,
     ) -> None:
         self._estimator_settings = FromRewards(estimator) if isinstance(estimator, str) else estimator

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, TetherWarning
-from tether.projection.lag_bound import LagBound, LagGrowth
-from tether.settings import Anchor, Region, Support, TROLLSettings, check_choice
+from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
 
 try:
     import trl

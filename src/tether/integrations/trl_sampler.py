@@ -7,13 +7,14 @@ likeliest ids besides, and the records follow their tokens through TRL's lists (
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, get_args
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, TetherWarning
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
 from tether.integrations.trl_lag import LaggedTrainer
@@ -61,6 +62,15 @@ class ReportingTrainer(LaggedTrainer):
         if self.use_vllm and self.vllm_mode == "colocate" and self.accelerator.device.type == "cpu":
             reload_weights(self.vllm_generation)
         if not self._reports:
+            if self.lag:
+                warnings.warn(
+                    f"Completions are sampled {self.lag} updates ago and the trust region is around the "
+                    "present "
+                    "policy, which sampled none of them. Set anchor='sampler', or sampler_weight=2 to weigh "
+                    "by it.",
+                    TetherWarning,
+                    stacklevel=4,
+                )
             return
         if self.use_transformers_continuous_batching:
             raise ConfigError(

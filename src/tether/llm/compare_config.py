@@ -32,7 +32,8 @@ class CompareConfig:
     learning_rates: tuple[float, ...] = ()
     """Which learning rates; by default that of train."""
     axes: tuple[str, ...] = ()
-    """Any other setting of a training run and its values, as in lora_rank=4,16."""
+    """Any other setting of a training run and its values, as in lora_rank=4,16 or
+    method.kl_bound=0.02,0.05."""
     seeds: tuple[int, ...] = (0,)
     """Which seeds; five or more give a comparison its certainty."""
     batches: int | None = None

@@ -13,7 +13,7 @@ from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
 from tether.llm.saved_settings import MOVED
-from tether.settings import check_kl_stop
+from tether.settings import Anchor, check_kl_stop
 from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
@@ -97,6 +97,13 @@ class TrainConfig:
     """vLLM: address of the server, such as http://localhost:8000."""
     vllm_memory: float = 0.3
     """vLLM: share of each GPU's memory it may take when colocated."""
+    anchor: Anchor = "trainer"
+    """Which policy an update is kept close to: the trainer's own when the rollouts began, which its network
+    scores; or the one that sampled, from the log-probabilities that its engine reports."""
+    sampler_weight: float | None = None
+    """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
+    lag: int = 0
+    """Sample from the policy of so many updates ago, in one process: stale data on purpose, for studies."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""

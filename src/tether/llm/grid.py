@@ -139,7 +139,7 @@ def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
     name, equals, values = text.partition("=")
     if not equals or not values:
         raise ConfigError(f"An axis is written as setting=value,value; got {text!r}.")
-    if name not in _FIELDS:
+    if name not in _FIELDS and not name.startswith(("method.", "estimator.")):
         raise ConfigError(
             f"The axis {text!r} names no setting of a training run that a grid can vary."
             f"{did_you_mean(name, _FIELDS)}"
@@ -155,7 +155,8 @@ def _cell(
     seed: int,
 ) -> Cell:
     name, settings = parsed
-    changes: dict[str, Any] = dict(point)
+    changes: dict[str, Any] = {key: value for key, value in point if "." not in key}
+    settings = {**{key: value for key, value in point if "." in key}, **settings}
     base, kind = config.train.method, find_method(name)
     options = base.options() if base.name == name else {}
     estimator = config.train.estimator
@@ -164,12 +165,13 @@ def _cell(
     own, more = option_names(kind), option_names(type(estimator))
     of_estimator: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in own:  # before the fields: TRM's kl_bound is not TROLL's
-            options[key] = value
+        where, _, option = key.rpartition(".")
+        if where in ("", "method") and option in own:  # before the fields: TRM's kl_bound is not TROLL's
+            options[option] = value
         elif key in _FIELDS:
             changes[key] = value
-        elif key in more:
-            of_estimator[key] = value
+        elif where in ("", "estimator") and option in more:
+            of_estimator[option] = value
         else:
             raise ConfigError(
                 f"The method {method!r} sets {key!r}, which is no setting of a training run or option of "

@@ -9,28 +9,31 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from tether.errors import ConfigError, InvalidInputError
 from tether.llm.choices import Choice, kind_of
 from tether.names import unknown
-from tether.settings import TROLLSettings, check_support_size
+from tether.settings import LagBound, LagGrowth, TROLLSettings, check_support_size
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
+
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Method(Choice):
     """What keeps an update close to the policy that gathered the data."""
 
+    title: ClassVar[str] = ""
+
     @property
     def label(self) -> str:
         """The method's name in tables and legends."""
-        return self.name
+        return self.title or self.name
 
-    def build(
-        self, settings: dict[str, Any], arguments: dict[str, Any], *, pack_sequences: bool = False
-    ) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
         """The trainer that has it.
 
         Args:
@@ -50,22 +53,35 @@ class TROLL(TROLLSettings, Method):
     """
 
     name: str = field(default="troll", init=False)
+    title: ClassVar[str] = "TROLL"
+    lag_growth: LagGrowth = "constant"
+    """anchor sampler: how the bound grows with the updates n since the sampler's weights: not, by 1 + rate n,
+    (1 + n)^rate or (1 + rate)^n."""
+    lag_rate: float = 0.0
+    """anchor sampler: the rate of that growth."""
+    kl_bound_largest: float = math.inf
+    """anchor sampler: where that growth ends, in nats."""
 
-    @property
-    def label(self) -> str:
-        """As the paper writes it."""
-        return "TROLL"
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        super().__post_init__()
+        try:
+            LagBound(self.kl_bound, self.lag_growth, self.lag_rate, self.kl_bound_largest)
+        except InvalidInputError as error:
+            raise ConfigError(f"method.{error}") from error
 
-    def build(
-        self, settings: dict[str, Any], arguments: dict[str, Any], *, pack_sequences: bool = False
-    ) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
         """`TROLLTrainer`."""
         from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
-        own = {f"troll_{one.name}": getattr(self, one.name) for one in fields(TROLLSettings)}
-        return TROLLTrainer(
-            args=TROLLConfig(**settings, **own, troll_pack_sequences=pack_sequences), **arguments
-        )
+        named = [one.name for one in fields(TROLLSettings)] + ["lag_growth", "lag_rate", "kl_bound_largest"]
+        own = {name: getattr(self, name) for name in named}
+        own |= {name: arguments[name] for name in ("anchor", "sampler_weight") if name in arguments}
+        config = TROLLConfig(
+            **settings, **{f"troll_{name}": value for name, value in own.items()},
+            troll_pack_sequences=pack_sequences,
+        )  # fmt: skip
+        return TROLLTrainer(args=config, **{n: v for n, v in arguments.items() if n not in own})
 
 
 @dataclass(frozen=True)
@@ -92,19 +108,13 @@ class NoTrustRegion(Rival):
     """TRL's policy gradient with its clip taken away."""
 
     name: str = field(default="none", init=False)
+    title: ClassVar[str] = "no trust region"
 
-    @property
-    def label(self) -> str:
-        """In words."""
-        return "no trust region"
-
-    def widths(self, settings: dict[str, Any]) -> tuple[float, float]:
+    def widths(self, settings: Settings) -> tuple[float, float]:
         """How far a ratio may fall and rise."""
         return math.inf, math.inf
 
-    def build(
-        self, settings: dict[str, Any], arguments: dict[str, Any], *, pack_sequences: bool = False
-    ) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
         """`OldPolicyTrainer`."""
         from trl import GRPOConfig
 
@@ -120,17 +130,13 @@ class Clip(NoTrustRegion):
     """PPO's clip, as TRL has it."""
 
     name: str = field(default="clip", init=False)
+    title: ClassVar[str] = "clip"
     clip_low: float | None = None
     """How far a ratio may fall; by default .2, and 3e-4 for the ratios of sequences (estimator gspo)."""
     clip_high: float | None = None
     """How far a ratio may rise; by default clip_low, and 4e-4 for the ratios of sequences."""
 
-    @property
-    def label(self) -> str:
-        """Its name."""
-        return self.name
-
-    def widths(self, settings: dict[str, Any]) -> tuple[float, float]:
+    def widths(self, settings: Settings) -> tuple[float, float]:
         """Lower and upper half-width.
 
         >>> Clip(clip_high=0.28).widths({}), Clip().widths({"importance_sampling_level": "sequence"})
@@ -176,9 +182,7 @@ class LossMethod(Rival):
         )
         return f"{self.name} {words}".strip()
 
-    def build(
-        self, settings: dict[str, Any], arguments: dict[str, Any], *, pack_sequences: bool = False
-    ) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
         """`PolicyLossTrainer`."""
         from trl import GRPOConfig
 

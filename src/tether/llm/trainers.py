@@ -42,9 +42,12 @@ def make_trainer(
         "estimator": config.estimator.for_trainer(),
         "kl_stop": config.kl_stop,
         "step_back": _step_back(config),
+        "anchor": config.anchor,
+        "sampler_weight": config.sampler_weight,
+        "lag": config.lag,
     }
     settings = _trl_settings(config, task, folder)
-    return config.method.build(settings, arguments, pack_sequences=config.pack_sequences)
+    return config.method.build(settings, arguments, config.pack_sequences)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:

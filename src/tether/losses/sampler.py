@@ -11,11 +11,10 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.ops import linear_log_probs
 from tether.ops.hidden_states import HiddenStates
-from tether.projection.lag_bound import LagBound
 from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
-from tether.settings import Region
+from tether.settings import LagBound, Region
 
 Bound = float | Tensor | LagBound
 """One number, a number a token [B, T], or one that follows from the token's lag."""

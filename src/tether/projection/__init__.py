@@ -13,11 +13,10 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
-from tether.projection.lag_bound import LagBound
 from tether.projection.sampled import SampledPolicy, truncated_weights
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
 from tether.projection.tokens import ProjectedTokens
-from tether.settings import TROLLSettings
+from tether.settings import LagBound, TROLLSettings
 
 __all__ = [
     "CategoricalProjection",
