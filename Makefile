@@ -105,6 +105,10 @@ $(VENV)/.bench: $(VENV)/.train
 bench: $(VENV)/.bench  ## what the trust region costs, against the clip and other people's code (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench
 
+.PHONY: gpu-check
+gpu-check: $(VENV)/.bench $(VENV)/.test  ## what only a CUDA device can show, with a page of results (30 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_check
+
 .PHONY: audit-reasoning-gym
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
@@ -115,6 +119,13 @@ wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment
 
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
+ROBOTS := robots-long robots-ablation
+.PHONY: $(ROBOTS)
+$(ROBOTS): robots-%: $(VENV)/.test
+	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
+	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
 
 .PHONY: picture
 picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md

@@ -5,10 +5,11 @@
 
 A step is everything from prompts to new weights: generation, what it takes to have an old policy, updates.
 With anchor "trainer" TRL scores the rollouts in a pass of its own; with "sampler" the records of generation
-are the old policy. Both compare on the likeliest ids (support bucket), so that nothing differs but that pass
-and the recording. Whole batches of rollouts in turns (A B B A), processor time of this process, the median
-ratio of turns, beside the ratio of the trainer's anchor to itself. "updates" is how many updates a batch is
-split into: 8 as in the quickstart, 1 as in asynchronous training.
+are the old policy. The trainer's anchor compares on the likeliest ids ("bucket", as the sampler's does, so
+that nothing differs but that pass and the recording) or on the whole vocabulary ("exact", its default). Whole
+batches of rollouts in turns (A B B A), processor time of this process, the median ratio of turns, beside the
+ratio of the trainer's anchor to itself. "updates" is how many updates a batch is split into (with one, TRL
+does not score, and the trainer's anchor is no region).
 
 Writes benchmarks/results/anchor/<model>-<device>.json.
 """
@@ -50,13 +51,13 @@ class Stopwatch(TrainerCallback):
         self.seconds.append(time.process_time() - self._since)
 
 
-def batch_seconds(anchor: str, updates: int, arguments: argparse.Namespace) -> float:
+def batch_seconds(anchor: str, support: str, updates: int, arguments: argparse.Namespace) -> float:
     """Of one batch of rollouts with all its updates; the first of a run, which warms up, is left out."""
     config = TrainConfig(
         output=Path("unused"), model=arguments.model, task=arguments.task, steps=3 * updates,
         updates_per_rollout=updates, prompts_per_rollout=arguments.prompts,
         responses_per_prompt=arguments.responses, micro_batch_size=arguments.micro_batch,
-        method={"name": "troll", "support": "bucket"}, anchor=anchor, threads=1, device=arguments.device,
+        method={"name": "troll", "support": support}, anchor=anchor, threads=1, device=arguments.device,
         eval_every=0, save_every=0, learning_rate=1e-5,
     )  # fmt: skip
     model, tokenizer = load_model_and_tokenizer(config.model, dtype="float32", device=torch.device("cpu"))
@@ -70,19 +71,19 @@ def batch_seconds(anchor: str, updates: int, arguments: argparse.Namespace) -> f
     return statistics.mean(batches[1:])
 
 
-def compare(updates: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(support: str, updates: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Turns A B B A of both anchors."""
     ratios, itself, seconds = [], [], []
     for _ in range(arguments.turns):
         one, two, three, four = (
-            batch_seconds(anchor, updates, arguments)
+            batch_seconds(anchor, support, updates, arguments)
             for anchor in ("trainer", "sampler", "sampler", "trainer")
         )
         ratios.append(round((two + three) / (one + four), 3))
         itself.append(round(four / one, 3))
         seconds.append(round((one + four) / 2, 3))
     return {
-        "updates": updates, "ratio": statistics.median(ratios), "ratios": ratios,
+        "trainer_support": support, "updates": updates, "ratio": statistics.median(ratios), "ratios": ratios,
         "trainer_to_itself": itself, "trainer_seconds": statistics.median(seconds),
     }  # fmt: skip
 
@@ -104,7 +105,11 @@ def main() -> None:
     result = {
         "settings": vars(arguments),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, one thread",
-        "steps": [compare(updates, arguments) for updates in arguments.updates],
+        "steps": [
+            compare(support, updates, arguments)
+            for support in ("bucket", "exact")
+            for updates in arguments.updates
+        ],
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     file = RESULTS / f"{Path(arguments.model).name}-{arguments.device}.json"

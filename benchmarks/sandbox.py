@@ -28,9 +28,8 @@ from benchmarks.hostile.host import MEMORY, Host, escape, host, run
 from benchmarks.hostile.watch import Watch
 
 from tether.llm.sandbox import Backend, Sandbox
-from tether.llm.sandbox.backends import BACKENDS
+from tether.llm.sandbox.backends import BACKENDS, interpreter
 from tether.llm.sandbox.sandbox import try_backend
-from tether.llm.sandbox.visible import interpreter
 
 RESULTS = Path(__file__).parent / "results" / "sandbox"
 SINGLE, MANY = 30, 100

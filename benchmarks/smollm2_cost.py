@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tether.llm.config import TrainConfig
-from tether.llm.memory import estimate_memory
 from tether.llm.models import read_config_and_tokenizer
+from tether.llm.preflight import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "smollm2-135m-instruct"

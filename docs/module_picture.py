@@ -24,10 +24,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "command line": {"commands: cli": ("cli", "kinds")},
     "llm": {
         "training a language model: train, trainers, callbacks": ("llm*",),
-        "evaluation: evaluate, answers, page": ("llm.eval*", "llm.answers", "llm.measures", "llm.scoring"),
+        "evaluation: evaluate, answers, page": ("llm.eval*", "llm.answers", "llm.measures"),
         "a grid of runs: compare, grid": ("llm.compare*", "llm.grid"),
         "models and what they write: models, generate": (
-            *("llm.models", "llm.generate", "llm.chat", "llm.process"),
+            *("llm.models", "llm.generate", "llm.process"),
         ),
         "a task: one file each": ("llm.tasks*",),
         "sandbox for model-written code": ("llm.sandbox*",),

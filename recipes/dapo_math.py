@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tether.llm.tasks.boxed import INSTRUCTION
 from tether.llm.tasks.data import read_hub
+from tether.llm.tasks.gsm8k import INSTRUCTION
 from tether.llm.tasks.protocol import split_of
 
 HUB_NAME, CONFIGURATION = "open-r1/DAPO-Math-17k-Processed", "en"

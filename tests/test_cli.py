@@ -110,24 +110,22 @@ def test_a_settings_file_that_cannot_be_used_is_named(tmp_path, capsys, content,
 
 
 @pytest.mark.parametrize(
-    ("command", "content", "message"),
+    ("command", "content", "option", "meant"),
     [
-        ("train", "stepz: 3", "sets stepz, which is no option here. Did you mean 'steps'?"),
-        (
-            "compare",
-            "train: {kl-stob: 3}",
-            "sets train.kl-stob, which is no option here. Did you mean 'kl_stop'?",
-        ),
-        ("train", "zzz: 3", "sets zzz, which is no option here. --help"),
+        ("train", "stepz: 3", "--stepz", "--steps"),
+        ("compare", "train: {kl-stob: 3}", "--train.kl-stob", "--train.kl-stop"),
     ],
 )
 def test_a_misspelt_key_in_a_file_is_named_with_the_file_and_the_nearest(
-    tmp_path, capsys, command, content, message
+    tmp_path, capsys, command, content, option, meant
 ):
     path = tmp_path / "settings.yaml"
     path.write_text(content)
-    assert run("llm", command, "--config", str(path)) == 1
-    assert f"{path} {message}" in capsys.readouterr().err
+    assert run("llm", command, "--config", str(path)) == 2
+    shown = capsys.readouterr().err
+    assert option in shown
+    assert meant in shown
+    assert str(path) in shown
 
 
 def test_a_wrong_value_in_a_file_names_the_file(tmp_path, capsys):

@@ -19,9 +19,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     started = time.monotonic()
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available() and not arguments.quick:
-        devices.append(torch.device("cuda"))
+    devices = [torch.device(name) for name in arguments.device]
     missed: list[Finding] = []
     written: list[Path] = []
     command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
@@ -47,8 +45,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn: whether it runs at all")
     parser.add_argument("--only", nargs="+", choices=sections.SECTIONS, help="these sections alone")
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument(
+        "--device", nargs="+", choices=there, help="these devices alone (default: all there are)"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device is None:
+        arguments.device = ["cpu"] if arguments.quick else there
+    return arguments
 
 
 if __name__ == "__main__":

@@ -10,8 +10,16 @@ from benchmarks.bench.workload import KL_BOUND, SEQUENCES, Workload, old_support
 from torch import Tensor
 
 from tether import SparseLogProbs
-from tether.losses import ppo_clip, troll
-from tether.ops import linear_log_probs, linear_trust_region
+from tether.losses import (
+    PolicyLoss,
+    ProjectedTokens,
+    aggregate,
+    linear_policy_loss,
+    ppo_clip,
+    troll,
+    troll_objective,
+)
+from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
 
 CLIP_RANGE = 0.2
 # What TRL 1.16's trainer passes.
@@ -60,6 +68,45 @@ def tether_exact(work: Workload) -> Tensor:
     )
     ratio = (found.projected_log_probs - work.old_log_probs).exp()
     return (found.regression - ratio * _by_token(work)).mean()
+
+
+def fused_clip(work: Workload) -> Tensor:
+    """Our clip in one pass over the head."""
+    return linear_policy_loss(
+        lambda tokens: ppo_clip(
+            tokens.new_log_probs, work.batch(work.old_log_probs), work.advantages, work.mask
+        ),
+        HiddenStates(work.batch(work.hidden), work.weight),
+        work.batch(work.sampled),
+        work.mask,
+    ).loss
+
+
+def fused_troll(work: Workload) -> Tensor:
+    """TROLL on the old policy's support in one pass over the head."""
+    return _fused(work, _batched(work, work.old))
+
+
+def fused_exact(work: Workload) -> Tensor:
+    """Exact TROLL in one pass over the head, two where no certificate clears a row."""
+    old = HiddenStates(work.batch(work.old_hidden), work.weight.detach(), support=_batched(work, work.old))
+    return _fused(work, old)
+
+
+def _fused(work: Workload, old: HiddenStates | SparseLogProbs) -> Tensor:
+    def objective(tokens: ProjectedTokens) -> PolicyLoss:
+        found = troll_objective(tokens, work.advantages, work.mask)
+        return PolicyLoss(aggregate(found.token_loss, work.mask), found.metrics)
+
+    return linear_policy_loss(
+        objective,
+        HiddenStates(work.batch(work.hidden), work.weight),
+        work.batch(work.sampled),
+        work.mask,
+        old=old,
+        old_log_probs=work.batch(work.old_log_probs),
+        kl_bound=KL_BOUND,
+    ).loss
 
 
 def paper_style_troll(work: Workload) -> Tensor:

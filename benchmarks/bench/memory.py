@@ -23,6 +23,7 @@ from benchmarks.bench.workload import make_untuned_workload
 CONTESTANTS = {
     "clip": contestants.tether_clip,
     "TROLL": contestants.tether_troll,
+    "TROLL in one pass": contestants.fused_troll,
     "paper-style": contestants.paper_style_troll,
     "TRL clip": contestants.trl_clip,
     "Liger clip": contestants.liger_clip,

@@ -23,12 +23,16 @@ CHECKS = {
     "clip": (contestants.tether_clip, correctness.dense_clip),
     "TROLL": (contestants.tether_troll, correctness.dense_bucket),
     "TROLL exact": (contestants.tether_exact, correctness.dense_exact),
+    "clip in one pass": (contestants.fused_clip, correctness.dense_clip),
+    "TROLL in one pass": (contestants.fused_troll, correctness.dense_bucket),
+    "exact in one pass": (contestants.fused_exact, correctness.dense_exact),
     "paper-style": (contestants.paper_style_troll, correctness.dense_paper),
     "TRL clip": (contestants.trl_clip, correctness.dense_clip),
     "Liger clip": (contestants.liger_clip, correctness.dense_clip),
 }
 RATES = (0.0, 0.001, 0.01, 0.1, 1.0)
 FEW, ALL = 0.001, 1.0
+MEMORY_OF = ("TROLL", "TROLL in one pass", "clip", "paper-style", "Liger clip")
 
 
 def main_shapes(device: torch.device, quick: bool) -> Findings:
@@ -55,6 +59,10 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
         "exact": contestants.step(contestants.tether_exact, work[FEW]),
         "exact all": contestants.step(contestants.tether_exact, work[ALL]),
         "clip on all": contestants.step(contestants.tether_clip, work[ALL]),
+        "clip in one pass": contestants.step(contestants.fused_clip, work[FEW]),
+        "TROLL in one pass": contestants.step(contestants.fused_troll, work[FEW]),
+        "exact in one pass": contestants.step(contestants.fused_exact, work[FEW]),
+        "exact in one pass, all": contestants.step(contestants.fused_exact, work[ALL]),
     }
     times = run_in_turns(running, turns, device)
     third_parties = [name for name in ("TRL clip", "Liger clip") if name in times]
@@ -79,6 +87,10 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
         _finding(times, "TROLL all", "paper-style all", every, bars.PAPER_TIME),
         _finding(times, "exact", "TROLL", few, bars.EXACT),
         _finding(times, "exact all", "TROLL all", every, bars.EXACT),
+        _finding(times, "TROLL in one pass", "paper-style", few, bars.PAPER_TIME),
+        _finding(times, "clip in one pass", "Liger clip", few, bars.FUSED_CLIP),
+        _finding(times, "exact in one pass", "TROLL in one pass", few, bars.EXACT),
+        _finding(times, "exact in one pass, all", "TROLL all", every, bars.EXACT),
     ]
 
 
@@ -87,7 +99,8 @@ def long_batch(device: torch.device, quick: bool) -> Findings:
     if quick or device.type != "cpu":
         return []
     work = make_workloads(SMALL_LONG, "peaked", (FEW,), device)[FEW]
-    names = ("clip", "TROLL", "paper-style", "Liger clip", "TROLL exact")
+    one_pass = ("clip in one pass", "TROLL in one pass", "exact in one pass")
+    names = ("clip", "TROLL", "paper-style", "Liger clip", "TROLL exact", *one_pass)
     times = run_in_turns({name: contestants.step(CHECKS[name][0], work) for name in names}, 2, device)
     where = _where(SMALL_LONG, "peaked", work)
     return [
@@ -95,6 +108,9 @@ def long_batch(device: torch.device, quick: bool) -> Findings:
         _finding(times, "clip", "Liger clip", where, bars.THIRD_PARTY),
         _finding(times, "TROLL", "paper-style", where, bars.PAPER_TIME),
         _finding(times, "TROLL exact", "TROLL", where, bars.EXACT),
+        _finding(times, "TROLL in one pass", "paper-style", where, bars.PAPER_TIME_LONG),
+        _finding(times, "clip in one pass", "Liger clip", where, bars.FUSED_CLIP_LONG),
+        _finding(times, "exact in one pass", "TROLL in one pass", where, bars.EXACT),
     ]
 
 
@@ -190,12 +206,13 @@ def memory(device: torch.device, quick: bool) -> Findings:
         names = [f"gpu {shape.name}" for shape in GPU]
     findings = []
     for name in names:
-        measured = {c: peak_bytes(c, name) for c in ("TROLL", "clip", "paper-style", "Liger clip")}
+        measured = {c: peak_bytes(c, name) for c in MEMORY_OF}
         peaks = {contestant: float(peak) for contestant, peak in measured.items() if peak is not None}
         shape = TINY if quick else SMALL_LONG if device.type == "cpu" else GPU[names.index(name)]
         where = f"{shape.name}, {shape.tokens} tokens"
         findings += [
             _memory_finding(peaks, "TROLL", "paper-style", where, bars.PAPER_MEMORY),
+            _memory_finding(peaks, "TROLL in one pass", "paper-style", where, bars.PAPER_MEMORY),
             _memory_finding(peaks, "TROLL", "clip", where),
             _memory_finding(peaks, "clip", "Liger clip", where),
         ]

@@ -17,17 +17,12 @@ method_overrides() {
     case "$METHOD" in
         troll | gspo-troll)
             printf '%s\n' \
-                actor_rollout_ref.model.external_lib=tether.integrations.verl \
-                +actor_rollout_ref.model.model_type=troll \
-                actor_rollout_ref.actor.policy_loss._target_=tether.integrations.verl.TROLLPolicyLossConfig \
-                actor_rollout_ref.actor.policy_loss.loss_mode=troll \
-                +actor_rollout_ref.actor.policy_loss.troll_kl_bound=0.05 \
-                +actor_rollout_ref.actor.policy_loss.troll_alpha=1.0 \
-                +actor_rollout_ref.actor.policy_loss.troll_top_k=64 \
-                +actor_rollout_ref.actor.policy_loss.troll_mass=0.99999
+                +tether=troll \
+                actor_rollout_ref.actor.policy_loss.troll_kl_bound=0.05 \
+                actor_rollout_ref.actor.policy_loss.troll_alpha=1.0
             if [ "$METHOD" = gspo-troll ]; then
                 printf '%s\n' \
-                    +actor_rollout_ref.actor.policy_loss.troll_ratio=sequence \
+                    actor_rollout_ref.actor.policy_loss.troll_ratio=sequence \
                     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
             fi
             ;;

@@ -38,6 +38,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether episodic compare      train several algorithms and seeds, with a report
   tether report RUN ...        one HTML report of any runs
   tether collect FOLDER ...    the numbers of finished runs as one table (CSV)
+  tether verl --show           the one switch that puts TROLL into verl's trainers
 
 Each command lists its options with --help and reads them from a file with --config FILE.yaml;
 options typed besides the file override it."""
@@ -146,7 +147,7 @@ def _llm_eval(arguments: list[str]) -> None:
 
     config = _parse(EvalConfig, "tether llm eval", arguments)
     from tether.llm.evaluate import evaluate
-    from tether.llm.evaluation_table import print_evaluation
+    from tether.llm.evaluation_page import print_evaluation
 
     print_evaluation(config, evaluate(config))
 
@@ -182,7 +183,7 @@ def _episodic(module: str) -> Any:
 
 
 def _episodic_train(arguments: list[str]) -> None:
-    options, arguments = _episodic("options"), _with_settings_file(arguments, None)
+    options, arguments = _episodic("options"), _with_settings_file(arguments)
     defaults = options.defaults_for(arguments)
     config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
     run = _episodic("commands").train_command(config)
@@ -203,6 +204,9 @@ def _episodic_render(arguments: list[str]) -> None:
 
 def _episodic_compare(arguments: list[str]) -> None:
     config = _parse(_episodic("options").CompareConfig, "tether episodic compare", arguments)
+    if config.queue is not None:
+        print(f"Report: {_episodic('queue').queue_command(config).resolve().as_uri()}")
+        return
     _report_on(_episodic("commands").compare_command(config), config.output / "report")
 
 
@@ -263,6 +267,17 @@ def _collect(arguments: list[str]) -> None:
         print(f"{folder}: {len(runs)} runs are in {options.output}.")
 
 
+def _verl(arguments: list[str]) -> None:
+    import argparse
+
+    from tether.integrations.verl_switch import describe
+
+    parser = argparse.ArgumentParser(prog="tether verl", description="TROLL in verl's trainers.")
+    parser.add_argument("--show", action="store_true", required=True, help="the switch and its settings")
+    parser.parse_args(arguments)
+    print(describe())
+
+
 def _parse(config: type[Config], program: str, arguments: list[str], default: Any = None) -> Config:
     """Options to a config dataclass, those of a --config file first so that typed ones win."""
     try:
@@ -272,7 +287,7 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: An
             "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
             "'tether-rl[episodic]' for robots."
         ) from error
-    arguments = _with_settings_file(arguments, config)
+    arguments = _with_settings_file(arguments)
     from_options = getattr(config, "from_options", None)
     if from_options is not None:  # what options there are depends on others
         default, arguments = from_options(arguments)
@@ -281,11 +296,8 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: An
     return tyro.cli(config, prog=program, args=arguments, default=default)
 
 
-def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[str]:
-    """The options of --config files, then those typed.
-
-    The names in a file are checked against `config`, or by the parser where options depend on each other.
-    """
+def _with_settings_file(arguments: list[str]) -> list[str]:
+    """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
     from_file: list[str] = []
@@ -293,7 +305,7 @@ def _with_settings_file(arguments: list[str], config: type[Any] | None) -> list[
         place = arguments.index("--config")
         if place + 1 == len(arguments):
             raise TetherError("--config needs a file name after it.")
-        from_file += options_from_file(arguments[place + 1], config)
+        from_file += options_from_file(arguments[place + 1])
         arguments = arguments[:place] + arguments[place + 2 :]
     return from_file + arguments
 
@@ -308,5 +320,6 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "episodic compare": _episodic_compare,
     "report": _report,
     "collect": _collect,
+    "verl": _verl,
 }
 _GROUPS = {name.split()[0] for name in _COMMANDS if " " in name}

@@ -46,5 +46,5 @@ def test_published_presets_differ_from_what_was_published_in_nothing(published: 
 
 def test_every_setting_that_changes_a_run_is_on_the_page(published: ModuleType) -> None:
     of_the_run = {"algo", "seed", "num_workers", "evaluate_every", "evaluation_episodes", "checkpoint_every",
-                  "keep_checkpoints", "policy.init_std"}  # fmt: skip
+                  "keep_checkpoints", "policy.init_std", "learner_threads"}  # fmt: skip
     assert leaves(preset("metaworld-paper")) - of_the_run == set(published.SETTINGS)

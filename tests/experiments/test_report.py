@@ -14,7 +14,7 @@ from tether.experiments import RunData, study_table
 from tether.experiments.report import page as page_module
 from tether.experiments.report.panels import _panel, _specs, bounds
 from tether.experiments.report.responses import choose, samples
-from tether.experiments.report.settings import compare_settings, mixed_labels
+from tether.experiments.report.words import compare_settings, mixed_labels
 from tether.experiments.statistics import bootstrap_interval
 from tether.kinds import KINDS
 from tether.llm.run_kind import PANELS

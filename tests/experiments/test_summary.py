@@ -11,7 +11,7 @@ import scipy.stats
 from rich.console import Console
 
 from tether.errors import CheckpointError
-from tether.experiments import RunData, RunFolder, print_results, results_table, run_data, summarise
+from tether.experiments import RunData, RunFolder, print_results, results_table, study_table, summarise
 from tether.experiments.statistics import bootstrap_interval
 from tether.kinds import KINDS
 
@@ -21,7 +21,7 @@ STARTS, FINALS = (0.30, 0.32, 0.28), (0.60, 0.70, 0.65)
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    return run_data.load_runs(paths, KINDS)
+    return study_table.load_runs(paths, KINDS)
 
 
 def three_seeds(make_run: MakeRun) -> list[Path]:

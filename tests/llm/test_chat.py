@@ -13,9 +13,8 @@ from short_run import config
 
 from tether.errors import ConfigError, TetherWarning
 from tether.experiments import RunFolder
-from tether.llm.chat import end_of_turn_token
 from tether.llm.generate import answer, encode_prompt
-from tether.llm.models import load_model_and_tokenizer
+from tether.llm.models import end_of_turn_token, load_model_and_tokenizer
 from tether.llm.tasks import make_task
 from tether.llm.train import train
 from tether.llm.trainers import make_trainer

@@ -16,12 +16,12 @@ import torch
 from tether.cli import main
 from tether.errors import CheckpointError, ConfigError, InvalidInputError, TetherError
 from tether.llm import answers, evaluate
+from tether.llm.answers import score_tokens
 from tether.llm.eval_config import EvalConfig
 from tether.llm.evaluate import evaluate as run_evaluation
 from tether.llm.generate import answer
 from tether.llm.measures import difference, pass_at_k, summarise_problems
 from tether.llm.models import load_model_and_tokenizer
-from tether.llm.scoring import score_tokens
 
 SMALL = {
     "task": ("arithmetic",),
@@ -142,7 +142,7 @@ def test_scores_do_not_depend_on_how_many_fit_at_a_time(monkeypatch: pytest.Monk
     prompts = [tokenizer("12+30=").input_ids] * 5
     responses = [tokenizer(str(n)).input_ids for n in (4, 42, 421, 42, 4)]
     together = score_tokens(model, prompts, responses)
-    monkeypatch.setattr("tether.llm.scoring._LOGITS_BYTES", 1)
+    monkeypatch.setattr("tether.llm.answers._LOGITS_BYTES", 1)
     for one, other in zip(together, score_tokens(model, prompts, responses), strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
@@ -378,7 +378,7 @@ def test_the_page_of_one_model_sorts_by_how_often_it_is_right(measured: Path) ->
 
 
 def test_the_terminal_shows_both_models(side_by_side: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tether.llm.evaluation_table import print_evaluation
+    from tether.llm.evaluation_page import print_evaluation
 
     config = settings(baseline="other", output=side_by_side)
     rows = [row(1, 3, True), row(0, 3, False)]

@@ -18,8 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from scripts import load_script
 from tether.cli import main
 from tether.experiments import RunFolder
-from tether.llm.chat import end_tokens
-from tether.llm.models import load_model_and_tokenizer
+from tether.llm.models import end_tokens, load_model_and_tokenizer
 
 gemma3 = load_script("recipes/gemma3.py")
 

@@ -16,8 +16,8 @@ from short_run import config
 
 from tether.errors import ConfigError, MissingDependencyError, TetherError
 from tether.experiments import RunFolder
-from tether.llm.model_card import model_card
 from tether.llm.models import load_model_and_tokenizer
+from tether.llm.saving import model_card
 from tether.llm.tasks import make_task
 from tether.llm.train import train
 from tether.llm.trainers import _trl_settings

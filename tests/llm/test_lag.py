@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import short_run
 
 from tether.errors import ConfigError
 from tether.experiments import RunFolder
+from tether.llm.callbacks import MetricsCallback
 from tether.llm.config import TrainConfig
 from tether.llm.train import train
 
@@ -19,10 +21,22 @@ def config(output: Path, **changes: object) -> TrainConfig:
     return short_run.config(output, **{**stale, **changes})
 
 
-def test_a_run_on_stale_data_resumes_with_the_samplers_it_had(tmp_path: Path) -> None:
+def test_a_run_on_stale_data_resumes_with_the_samplers_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = {"name": "troll", "lag_growth": "linear", "lag_rate": 0.5, "kl_bound": 0.02}
     train(config(tmp_path / "whole", method=method))
-    train(config(tmp_path / "parts", method=method, steps=4))
+    log = MetricsCallback.on_log
+
+    def break_off(self: Any, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 6:
+            raise RuntimeError("the power went")
+        log(self, args, state, control, **rest)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(MetricsCallback, "on_log", break_off)
+        with pytest.raises(RuntimeError, match="the power went"):
+            train(config(tmp_path / "parts", method=method))
     train(config(tmp_path / "parts", method=method, resume=True))
     short_run.assert_same_run(tmp_path / "parts", tmp_path / "whole")
     rows = RunFolder.open(tmp_path / "whole").metrics()

@@ -14,9 +14,14 @@ from short_run import config
 from tether.errors import ConfigError, TetherWarning
 from tether.llm import preflight
 from tether.llm.config import TrainConfig
-from tether.llm.memory import _container_limit, available_memory, estimate_memory
 from tether.llm.models import embedded_model_path, load_model_and_tokenizer, read_config_and_tokenizer
-from tether.llm.preflight import check_before_loading, check_rewards
+from tether.llm.preflight import (
+    _container_limit,
+    available_memory,
+    check_before_loading,
+    check_rewards,
+    estimate_memory,
+)
 from tether.llm.tasks import make_task
 from tether.llm.tasks.arithmetic import ArithmeticTask
 from tether.llm.tasks.protocol import Verdict

@@ -16,9 +16,8 @@ import pytest
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SandboxError
 from tether.llm.sandbox import Program, Sandbox, available_backend
 from tether.llm.sandbox import sandbox as module
-from tether.llm.sandbox.backends import BACKENDS
+from tether.llm.sandbox.backends import BACKENDS, Visible, without_nested
 from tether.llm.sandbox.syscalls import ALLOWED, compiled_filter
-from tether.llm.sandbox.visible import Visible, without_nested
 
 
 @pytest.fixture(scope="module")

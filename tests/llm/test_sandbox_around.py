@@ -14,8 +14,8 @@ import pytest
 from benchmarks.hostile.files import PROGRAMS
 
 import tether
-from tether.llm.sandbox import Sandbox, visible
-from tether.llm.sandbox.visible import without_nested
+from tether.llm.sandbox import Sandbox, backends
+from tether.llm.sandbox.backends import without_nested
 
 BASE = Path(sys.base_prefix)
 PYTHON = Path(os.path.realpath(sys.executable)).name
@@ -127,16 +127,16 @@ def test_folders_of_packages_are_found_at_any_depth(tmp_path: Path) -> None:
     for path in ("a/site-packages/x/dist-packages", "b/c/d/dist-packages", "e"):
         (tmp_path / path).mkdir(parents=True)
     (tmp_path / "e" / "site-packages").symlink_to(tmp_path / "b")
-    found = [path.removeprefix(f"{tmp_path}/") for path in visible._folders_of_packages(str(tmp_path))]
+    found = [path.removeprefix(f"{tmp_path}/") for path in backends._folders_of_packages(str(tmp_path))]
     assert sorted(found) == ["a/site-packages", "b/c/d/dist-packages", "e/site-packages"]
 
 
 def test_what_is_added_is_shown_over_what_is_hidden() -> None:
-    default = visible.visible()
+    default = backends.visible()
     hidden = default.hidden[0]
     assert default.added == []
-    assert visible.visible([hidden]).added == [hidden]
-    assert visible.visible([default.readable[0]]).added == []
+    assert backends.visible([hidden]).added == [hidden]
+    assert backends.visible([default.readable[0]]).added == []
     assert without_nested([*default.readable]) == default.readable
 
 

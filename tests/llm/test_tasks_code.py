@@ -12,8 +12,8 @@ import pytest
 
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks import CodeTask, Problem, Split, Task, reward_function
-from tether.llm.tasks.code_blocks import extract_code
 from tether.llm.tasks.code_cases import CallTest, StreamTest, UnitTests
+from tether.llm.tasks.code_judge import extract_code
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.code_values import Value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from code_timing import growth
 
-from tether.llm.tasks.code_blocks import extract_code
+from tether.llm.tasks.code_judge import extract_code
 
 LENGTH = 100_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.math_numbers import agree, read_number
-from tether.llm.tasks.thinking import after_thinking
+from tether.llm.tasks.protocol import after_thinking
 
 SECONDS = 2.0
 # Beside the limit of each, what a loaded machine takes to fork and to check sound answers.

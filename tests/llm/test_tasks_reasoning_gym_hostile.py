@@ -15,9 +15,9 @@ from reasoning_gym.factory import DATASETS
 
 from tether.llm.tasks import ReasoningGymTask
 from tether.llm.tasks.judge import Judge
+from tether.llm.tasks.protocol import after_thinking
 from tether.llm.tasks.reasoning_gym import LONGEST_ANSWER, tagged_answer
 from tether.llm.tasks.reasoning_gym_scores import as_text, contradicts, is_harmless, may_run
-from tether.llm.tasks.thinking import after_thinking
 
 NAMES = sorted(set(DATASETS) - {"composite"})
 EVALUATING = {

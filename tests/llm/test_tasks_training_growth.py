@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tether.llm.tasks import ArithmeticTask, ChainedTask
-from tether.llm.tasks.custom_verifiers import exact, normalized, number
+from tether.llm.tasks.custom import exact, normalized, number
 from tether.llm.tasks.judge import Outcome
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
-from tether.llm.tasks.math_numbers import read_number
-from tether.llm.tasks.math_units import unit_of
-from tether.llm.tasks.thinking import after_thinking
+from tether.llm.tasks.math_numbers import read_number, unit_of
+from tether.llm.tasks.protocol import after_thinking
 
 SIZE, TIMES, REPEATS = 8_000, 8, 5
 # A quadratic reader takes TIMES times longer still. Even 100,000 million comparisons a second would not be

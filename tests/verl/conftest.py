@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ.update(
-    VERL_PLATFORM="cpu",
-    VERL_ENGINE_DEVICE="cuda",  # verl registers its engines for accelerators only
-    VERL_USE_EXTERNAL_MODULES="cpu_platform",
-    VERL_LOGGING_LEVEL="ERROR",
-    RANK="0",
-    WORLD_SIZE="1",
-    LOCAL_RANK="0",
-    MASTER_ADDR="127.0.0.1",
-    MASTER_PORT="0",  # asked for, never used: the group exists already
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    CUDA_VISIBLE_DEVICES="",
-)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # verl names every engine whose framework is not installed
-    import verl.workers.engine  # noqa: F401
-
+import cpu_verl  # noqa: F401  (before anything that imports verl)
 import torch
 
 

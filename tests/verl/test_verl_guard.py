@@ -119,14 +119,6 @@ def test_megatrons_padded_layout_is_refused() -> None:
         refuse_data_format("bshd")
 
 
-@pytest.mark.parametrize("version", ["0.9.0", "0.9.2", "0.10.0", "0.7.0.dev"])
-def test_another_verl_is_refused(version: str) -> None:
-    with pytest.raises(
-        MissingDependencyError, match=rf"works with verl 0\.9\.1, found {version}.*pip install"
-    ):
-        environment.check_version(version)
-
-
 def test_a_trl_without_the_class_verl_patches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As TRL 1.16 is: importable, but without AutoModelForCausalLMWithValueHead."""
     trl = types.ModuleType("trl")

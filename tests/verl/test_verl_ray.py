@@ -19,12 +19,9 @@ ray = pytest.importorskip("ray")
 
 HERE = Path(__file__).parent
 SETTINGS = """
-actor_rollout_ref.model.external_lib=tether.integrations.verl
-+actor_rollout_ref.model.model_type=troll
-actor_rollout_ref.actor.policy_loss._target_=tether.integrations.verl.TROLLPolicyLossConfig
-actor_rollout_ref.actor.policy_loss.loss_mode=troll
-+actor_rollout_ref.actor.policy_loss.troll_kl_bound=0.0005
-+actor_rollout_ref.actor.policy_loss.troll_top_k=8
++tether=troll
+actor_rollout_ref.actor.policy_loss.troll_kl_bound=0.0005
+actor_rollout_ref.actor.policy_loss.troll_top_k=8
 +actor_rollout_ref.model.load_tokenizer=False
 actor_rollout_ref.model.use_remove_padding=True
 +actor_rollout_ref.model.override_config.attn_implementation=sdpa
@@ -50,13 +47,17 @@ trainer.n_gpus_per_node=2
 algorithm.adv_estimator=grpo
 """
 
+STORE = "actor_rollout_ref.actor.policy_loss.troll_old_store"
 
-def _config(model: Path) -> Any:
+
+def _config(model: Path, store: str) -> Any:
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", [f"actor_rollout_ref.model.path={model}", *SETTINGS.split()])
+        config = compose(
+            "ppo_trainer", [f"actor_rollout_ref.model.path={model}", *SETTINGS.split(), f"{STORE}={store}"]
+        )
     OmegaConf.set_struct(config, False)
     config.transfer_queue.enable = True
     return config
@@ -83,11 +84,11 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def _workers(config: Any) -> Any:
+def _workers(config: Any, name: str) -> Any:
     from cpu_worker import CPUActorWorker
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, max_colocate_count=1)
+    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, name_prefix=name, max_colocate_count=1)
     actor = RayClassWithInitArgs(
         cls=ray.remote(CPUActorWorker), config=config.actor_rollout_ref, role="actor"
     )
@@ -96,15 +97,18 @@ def _workers(config: Any) -> Any:
     return group
 
 
-def test_two_updates_on_two_workers(model: Path, cluster: None) -> None:
+@pytest.mark.parametrize("store", ["local", "queue"])
+def test_two_updates_on_two_workers(model: Path, cluster: None, store: str) -> None:
+    """Exact support; what each worker recorded comes back to it, or all of it through TransferQueue."""
     import transfer_queue as queue
     from verl.trainer.ppo.v1 import PPOTrainerSync
 
-    from tether.integrations.verl.carrier import FIELDS
+    from tether.integrations.verl.carrier import FIELDS, HIDDEN, PLACE
+    from tether.integrations.verl.store import HANDLE
 
-    config, rollouts = _config(model), Rollouts.scripted(8)
+    config, rollouts = _config(model, store), Rollouts.scripted(8)
     queue.init(config.transfer_queue)
-    workers = _workers(config)
+    workers = _workers(config, store)
     keys = [f"prompt{i // 2}_{i % 2}_0" for i in range(8)]
     scores = [torch.zeros(len(response)) for response in rollouts.responses]
     for i, score in enumerate(scores):
@@ -135,21 +139,27 @@ def test_two_updates_on_two_workers(model: Path, cluster: None) -> None:
         batch = getattr(PPOTrainerSync, method)(trainer, batch, metrics)
 
     # What travelled is what one process records of the same rollouts.
-    stored = queue.kv_batch_get(keys=keys, partition_id="train", select_fields=[*FIELDS, "advantages"])
-    alone = make_actor(model, acting(troll_kl_bound=0.0005, troll_top_k=8), learning_rate=1e-2)
+    travelled = [HANDLE] if store == "local" else [HANDLE, *FIELDS, HIDDEN, PLACE]
+    stored = queue.kv_batch_get(keys=keys, partition_id="train", select_fields=[*travelled, "advantages"])
+    settings = acting(troll_kl_bound=0.0005, troll_top_k=8, troll_old_store=store)
+    alone = make_actor(model, settings, learning_rate=1e-2)
     expected = rollouts.score(alone)
-    for name in FIELDS:
+    assert {name for name in expected if name.startswith("troll_")} == set(travelled)
+    assert [int(row[1]) for row in stored[HANDLE].unbind()] == [0, 0, 0, 0, 1, 1, 1, 1]
+    for name in travelled[1:]:
         for found, own in zip(stored[name].unbind(), expected[name].unbind(), strict=True):
             torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
 
-    # A round trip changes no bit.
-    mine = TensorDict({name: expected[name] for name in FIELDS}, batch_size=8)
-    queue.kv_batch_put(keys=keys, partition_id="again", fields=mine, tags=[{} for _ in keys])
-    again = queue.kv_batch_get(keys=keys, partition_id="again", select_fields=list(FIELDS))
-    for name in FIELDS:
-        for found, own in zip(again[name].unbind(), expected[name].unbind(), strict=True):
-            assert found.dtype == own.dtype
-            assert torch.equal(found, own)
+    # A round trip changes no bit, of bfloat16 neither.
+    if store == "queue":
+        mine = TensorDict({name: expected[name] for name in travelled}, batch_size=8)
+        mine[HIDDEN] = mine[HIDDEN].bfloat16()
+        queue.kv_batch_put(keys=keys, partition_id="again", fields=mine, tags=[{} for _ in keys])
+        again = queue.kv_batch_get(keys=keys, partition_id="again", select_fields=travelled)
+        for name in travelled:
+            for found, own in zip(again[name].unbind(), mine[name].unbind(), strict=True):
+                assert found.dtype == own.dtype
+                assert torch.equal(found, own)
 
     # Each worker has half of the batch and takes a mini-batch of two sequences from it, twice.
     rollouts.advantages = [row.clone() for row in stored["advantages"].unbind()]

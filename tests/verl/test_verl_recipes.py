@@ -15,6 +15,8 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.reward_score import default_compute_score
 
+import verl
+from tether.integrations import verl_switch
 from tether.integrations.verl import MODEL_TYPE, TROLLPolicyLossConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "verl"
@@ -84,7 +86,7 @@ def test_the_settings_are_the_papers(script: str) -> None:
 def test_machines_and_the_last_word_are_the_callers() -> None:
     config = _compose(
         "qwen3_dapo_math.sh",
-        "+actor_rollout_ref.actor.policy_loss.troll_region=sequence",
+        "actor_rollout_ref.actor.policy_loss.troll_region=sequence",
         "actor_rollout_ref.actor.optim.lr=5e-7",
         NODES="4",
         GPUS="4",
@@ -94,6 +96,20 @@ def test_machines_and_the_last_word_are_the_callers() -> None:
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-4B"
     assert config.actor_rollout_ref.actor.optim.lr == 5e-7
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss.troll_region == "sequence"
+
+
+def test_the_switch_is_what_it_stands_for() -> None:
+    """The lines that `tether verl --show` prints, composed without the switch."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        switched = compose("ppo_trainer", [verl_switch.SWITCH])
+        spelt = compose("ppo_trainer", verl_switch.lines())
+    assert switched == spelt
+    policy_loss = omega_conf_to_dataclass(spelt.actor_rollout_ref.actor.policy_loss)
+    assert verl_switch.settings().items() <= vars(TROLLPolicyLossConfig()).items()
+    assert verl_switch.settings().items() <= vars(policy_loss).items()
+    shown = verl_switch.describe()
+    assert all(line in shown for line in [verl_switch.SWITCH, *verl_switch.lines()])
+    assert f"verl {verl.__version__} is installed here (tested)" in shown
 
 
 def test_an_unknown_method_is_named() -> None:

@@ -41,12 +41,32 @@ def halves(rank: int) -> Rollouts:
     return Rollouts.scripted().part(slice(2 * rank, 2 * rank + 2))
 
 
-def main(model: Path, output: Path) -> None:
+def dense_gradients(model: Path, rank: int) -> dict[str, float]:
+    """How far exact support's gradients are off dense ones in float64, and what was projected."""
+    numbers = {}
+    for name, lora in (("full", {}), ("LoRA", LORA)):
+        with in_float64():
+            actor = make_actor(
+                model, acting(troll_kl_bound=KL_BOUND, troll_top_k=6), model_settings=lora,
+                engine_settings=FLOAT64, learning_rate=1e-2 if lora else 1e-3, micro_batch=1,
+            )  # fmt: skip
+            found = worst_gradient(model, actor, halves(rank), Rollouts.scripted(), lora)
+            numbers[f"gradient {name}"], numbers[f"projected {name}"] = found
+    return numbers
+
+
+def main(model: Path, output: Path, only_gradients: bool = False) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group(
         "gloo", rank=rank, world_size=2, init_method=f"file://{output / 'meeting'}"
     )
+    numbers = dense_gradients(model, rank) if only_gradients else everything(model, output, rank)
+    (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
+    torch.distributed.destroy_process_group()
+
+
+def everything(model: Path, output: Path, rank: int) -> dict[str, float]:
     rollouts, numbers = halves(rank), {}
     boundless = TROLLPolicyLossConfig(troll_kl_bound=math.inf, troll_alpha=0.0)
     ours = make_actor(model, boundless)
@@ -65,23 +85,15 @@ def main(model: Path, output: Path) -> None:
             metrics = rollouts.update(actor, old, world_size=2)
             numbers |= {f"{mode} {step} {n}": v for n, v in metrics.items() if "troll" in n or n == "loss"}
         save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
-    for name, lora in (("full", {}), ("LoRA", LORA)):
-        with in_float64():
-            actor = make_actor(
-                model, acting(troll_kl_bound=KL_BOUND, troll_top_k=6), model_settings=lora,
-                engine_settings=FLOAT64, learning_rate=1e-2 if lora else 1e-3, micro_batch=1,
-            )  # fmt: skip
-            found = worst_gradient(model, actor, rollouts, Rollouts.scripted(), lora)
-            numbers[f"gradient {name}"], numbers[f"projected {name}"] = found
+    numbers |= dense_gradients(model, rank)
     for name, (loss, gradient) in losses_and_gradients(torch.distributed.group.WORLD).items():
         numbers[f"ulysses {name}"] = loss
         save_file({"gradient": gradient}, output / f"ulysses {name}-{rank}.safetensors")
     loss, gradient, ids = split_vocabulary(torch.distributed.group.WORLD, rank)
     numbers["split vocabulary"] = loss
     save_file({"gradient": gradient, "ids": ids}, output / f"split-{rank}.safetensors")
-    (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
-    torch.distributed.destroy_process_group()
+    return numbers
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), only_gradients="gradients" in sys.argv[3:])

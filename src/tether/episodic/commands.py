@@ -43,10 +43,14 @@ def train_command(config: TrainConfig) -> RunFolder:
     label = config.label or settings.algo
     done = _done(out) if config.resume else 0
     with TrainingProgress(
-        settings.iterations, f"{label}, seed {settings.seed}", done=done, displayed=EPISODIC_RUNS.displayed
+        config.until or settings.iterations,
+        f"{label}, seed {settings.seed}",
+        done=done,
+        displayed=EPISODIC_RUNS.displayed,
     ) as progress:
         run = train(
-            settings, out, label=label, resume=config.resume, tensorboard=config.tensorboard,
+            settings, out, label=label, resume=config.resume, until=config.until,
+            tensorboard=config.tensorboard,
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
         )  # fmt: skip
         draw_exploration(out)
@@ -216,25 +220,43 @@ def compare_command(config: CompareConfig) -> list[Path]:
         ConfigError: no preset of one of the algorithms.
         RunFailedError: a run ended before it was finished; the others are kept.
     """
-    runs = comparison_runs(config)
+    train_all(comparison_runs(config), config)
+    return [run.folder() for run in comparison_runs(config)]
+
+
+def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:
+    """Train runs as `compare_command` does, as far as the minutes go.
+
+    Raises:
+        RunFailedError: a run ended before it was finished; the others are kept.
+    """
     cores = os.cpu_count() or 1
     at_once = min(config.jobs or cores, len(runs))
     share = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
     # A share of one core is best spent in one process that simulates and learns in turn.
     workers = share if share > 1 else 0
-    jobs = [_job(replace(run, settings=replace(run.settings, num_workers=workers))) for run in runs]
-    environment = {"OMP_NUM_THREADS": "1"}
-    run_jobs(jobs, at_once=at_once, environment=environment, displayed=EPISODIC_RUNS.displayed)
-    return [job.folder for job in jobs]
+    runs = [replace(run, settings=replace(run.settings, num_workers=workers)) for run in runs]
+    jobs = [
+        _job(run, "" if run.folder().parent == config.output else run.folder().parent.name) for run in runs
+    ]
+    run_jobs(
+        jobs,
+        at_once=at_once,
+        environment={"OMP_NUM_THREADS": "1"},
+        seconds=None if config.minutes is None else 60 * config.minutes,
+        displayed=EPISODIC_RUNS.displayed,
+    )
 
 
-def _job(run: TrainConfig) -> Job:
+def _job(run: TrainConfig, study: str = "") -> Job:
     out = run.folder()
     options = asdict(run)
     file = write_settings(out.with_name(out.name + ".yaml"), options.pop("settings") | options)
     command = (sys.executable, "-m", "tether", "episodic", "train", "--config", str(file))
-    return Job(f"{run.settings.algo}, seed {run.settings.seed}", command, out, run.settings.iterations)
+    name = f"{run.label or run.settings.algo}, seed {run.settings.seed}"
+    name = f"{study}: {name}" if study else name
+    return Job(name, command, out, run.until or run.settings.iterations, in_part=run.until is not None)
 
 
 def _done(out: Path) -> int:

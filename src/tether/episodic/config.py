@@ -72,6 +72,10 @@ class EpisodicConfig:
     num_workers: Annotated[int, tyro.conf.arg(aliases=["--workers"])] = 2
     """Simulator processes; 0 simulates in the training process. Changes no result."""
 
+    learner_threads: int = 1
+    """Processor threads of learning, while the simulators wait. Large batches gain from more; another number
+    rounds differently."""
+
     motion: ProDMPConfig = field(default_factory=ProDMPConfig)
     """The movement primitive."""
 
@@ -89,7 +93,7 @@ class EpisodicConfig:
 
     def __post_init__(self) -> None:
         for name in ("iterations", "episodes", "evaluate_every", "evaluation_episodes", "checkpoint_every",
-                     "keep_checkpoints"):  # fmt: skip
+                     "keep_checkpoints", "learner_threads"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_workers < 0:

@@ -13,6 +13,7 @@ from tether.episodic.config import EpisodicConfig
 from tether.episodic.presets import choose
 from tether.episodic.render import Film
 from tether.errors import ConfigError
+from tether.experiments.study_table import check_table_path
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class TrainConfig:
 
     resume: bool = False
     """Continue the run in the output folder from its last checkpoint."""
+
+    until: int | None = None
+    """Stop after this iteration, to be resumed; the schedules still end with the last one."""
 
     film: bool = True
     """Write figures/motion.mp4 at the end, the untrained motion beside the trained one."""
@@ -106,6 +110,16 @@ class CompareConfig:
     output: Path = Path("runs/episodic-compare")
     """Folder for the runs and the report."""
 
+    queue: Path | None = None
+    """YAML file with a list of studies (`tether.episodic.queue.Study`) to train in order, instead of the one
+    that the options below describe."""
+
+    minutes: float | None = None
+    """Stop, with checkpoints, after this long; the same command goes on from there."""
+
+    results: Path | None = None
+    """With a queue: table (a .csv file) that keeps what its runs have measured so far."""
+
     preset: str | None = None
     """Vetted settings; each algorithm takes the preset's variant for it, if there is one."""
 
@@ -141,6 +155,14 @@ class CompareConfig:
             raise ConfigError(f"algos={self.algos} and seeds={self.seeds} must not repeat themselves.")
         if self.jobs is not None:
             _at_least_one("jobs", self.jobs)
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes must be positive, got {self.minutes}.")
+        if self.results is not None:
+            check_table_path(self.results, "results")
+            if self.queue is None:
+                raise ConfigError(
+                    "results is for the runs of a queue; tether collect makes tables of others."
+                )
 
 
 def train_config(

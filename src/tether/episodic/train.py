@@ -35,7 +35,6 @@ def train(
     resume: bool = False,
     until: int | None = None,
     tensorboard: bool = False,
-    torch_threads: int | None = 1,
     report: Report | None = None,
 ) -> RunFolder:
     """Train an episodic policy into a run folder.
@@ -51,8 +50,6 @@ def train(
         until: stop after this iteration, with a checkpoint, and leave the run to be resumed. The schedules
             still end with `config.iterations`: this is for a look at the beginning of a long run.
         tensorboard: mirror metrics into the run folder's TensorBoard files.
-        torch_threads: set for this process; these networks are too small to gain from more than one. None
-            leaves it alone.
         report: called with (iteration, its metrics), from 1; and with each evaluation's.
 
     Returns:
@@ -63,15 +60,14 @@ def train(
         CheckpointError: the folder holds another run.
         SimulationError: a simulator failed; the message says in which iteration.
     """
-    if torch_threads is not None:
-        torch.set_num_threads(torch_threads)
+    torch.set_num_threads(config.learner_threads)
     settings = config.as_dict()
     seed = settings.pop("seed")
     with EpisodeSampler(config.env_id, config.num_workers, seed, config.env_options) as sampler:
         seed_everything(seed)
         learner = build_learner(config, sampler.spec)
         _to_bytes(learner.state())  # what could not be saved is refused before time is spent
-        settings |= {"headline": sampler.spec.headline, "torch_threads": torch_threads}
+        settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
             resume=resume, may_change=_MAY_CHANGE, tensorboard=tensorboard,
@@ -193,7 +189,7 @@ def load_config(run_path: str | Path) -> EpisodicConfig:
     config = RunFolder.open(run_path).config
     if config.kind != "episodic":
         raise CheckpointError(f"{run_path} is a run of kind {config.kind!r}, not an episodic one.")
-    own = {"headline", "torch_threads"}
+    own = {"headline", "torch_threads"}  # the second of runs that are older than learner_threads
     settings = {name: value for name, value in config.settings.items() if name not in own}
     return config_from_dict(settings | {"seed": config.seed})
 

@@ -9,9 +9,8 @@ from tether.experiments.report import write_report
 from tether.experiments.run_config import RunConfig
 from tether.experiments.run_data import RunData
 from tether.experiments.run_kind import RunKind
-from tether.experiments.run_start import find_runs
+from tether.experiments.run_start import find_runs, seed_everything
 from tether.experiments.runs import RunFolder
-from tether.experiments.seeds import seed_everything
 from tether.experiments.study_table import StudyTable, load_runs
 from tether.experiments.summary import print_results, results_table, summarise
 

@@ -260,16 +260,11 @@ def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) ->
         for row in group:
             table.add_row(*(Text(part) for part in _terminal_cells(row, metric, columns)))
         tables.append(table)
-    costs = None if baseline is None else cost_table(_costs(rows), baseline)
+    if baseline is None:
+        return tables
+    methods = dict.fromkeys(row.method for row in rows)
+    costs = cost_table({name: [row.cost for row in rows if row.method == name] for name in methods}, baseline)
     return tables if costs is None else [*tables, costs]
-
-
-def _costs(rows: Iterable[Row]) -> dict[str, list[Cost]]:
-    """What each method costs at each of its points."""
-    costs: dict[str, list[Cost]] = {}
-    for row in rows:
-        costs.setdefault(row.method, []).append(row.cost)
-    return costs
 
 
 def _terminal_cells(row: Row, metric: str, columns: Sequence[str]) -> Iterator[str]:

@@ -55,6 +55,8 @@ class _Column:
 def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost:
     """The cost of a method's runs, beside the baseline's where they are given."""
     kinds = {memory[0] for memory in (run.peak_memory for run in runs) if memory is not None}
+    # Memory of a device and that of a process do not compare.
+    compared = {run.peak_memory[0] for run in (*runs, *(baseline or ())) if run.peak_memory}
     return Cost(
         step_seconds=known_mean(map(_of_a_step("step_seconds"), runs)),
         step_ratio=_ratio(runs, baseline, _of_a_step("step_seconds")),
@@ -62,7 +64,7 @@ def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost
         processor_ratio=_ratio(runs, baseline, _of_a_step("processor_seconds")),
         memory_bytes=known_mean(map(_bytes, runs)) if len(kinds) == 1 else None,
         memory_of=kinds.pop() if len(kinds) == 1 else None,
-        memory_ratio=_ratio(runs, baseline, _bytes) if _one_kind(runs, baseline) else None,
+        memory_ratio=_ratio(runs, baseline, _bytes) if len(compared) == 1 else None,
     )
 
 
@@ -144,20 +146,11 @@ def _caption(costs: Sequence[Cost], baseline: str, points: int) -> str:
 
 def _of_a_step(metric: str) -> Callable[[RunData], float | None]:
     """The mean of a metric over a run's steps, as a function of the run."""
-
-    def mean(run: RunData) -> float | None:
-        return known_mean(run.values(metric))
-
-    return mean
+    return lambda run: known_mean(run.values(metric))
 
 
 def _bytes(run: RunData) -> float | None:
     return None if run.peak_memory is None else float(run.peak_memory[1])
-
-
-def _one_kind(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> bool:
-    """Whether all memory is of the same kind: that of a device and that of a process do not compare."""
-    return len({run.peak_memory[0] for run in (*runs, *(baseline or ())) if run.peak_memory}) == 1
 
 
 def _ratio(

@@ -41,6 +41,8 @@ class Job:
     """How many steps it will do."""
     weight: float = 1.0
     """How long it takes relative to others; what the time left is estimated from."""
+    in_part: bool = False
+    """Whether a checkpoint of its last step completes it, though the run itself goes on."""
 
     @property
     def log(self) -> Path:
@@ -49,7 +51,11 @@ class Job:
 
     def finished(self) -> bool:
         """Whether its run is complete."""
-        return (self.folder / "config.json").is_file() and RunFolder.open(self.folder).finished
+        if not (self.folder / "config.json").is_file():
+            return False
+        run = RunFolder.open(self.folder)
+        last = run.latest_checkpoint() if self.in_part else None
+        return run.finished or (last is not None and last.step >= self.steps)
 
 
 def run_jobs(

@@ -248,39 +248,14 @@ def house_style(theme: Theme = "light") -> Iterator[None]:
     except ImportError as error:
         raise MissingDependencyError("Figures need matplotlib: pip install 'tether-rl[cli]'.") from error
     colours = COLOURS[theme]
-    style: dict[Any, Any] = {
-        "figure.facecolor": colours.background,
-        "savefig.facecolor": colours.background,
-        "axes.facecolor": colours.background,
-        "axes.edgecolor": colours.muted,
-        "axes.labelcolor": colours.muted,
-        "axes.titlecolor": colours.text,
-        "axes.titlesize": 11.0,
-        "axes.titleweight": "bold",
-        "axes.titlepad": 9.0,
-        "axes.labelsize": 9.0,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": colours.grid,
-        "grid.linewidth": 0.8,
-        "xtick.color": colours.muted,
-        "ytick.color": colours.muted,
-        "xtick.labelsize": 8.5,
-        "ytick.labelsize": 8.5,
-        "ytick.left": False,
-        "ytick.minor.left": False,
-        "text.color": colours.text,
-        "text.parse_math": False,  # a label is a name, whatever signs it holds
-        "font.family": "DejaVu Sans",
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-        "lines.linewidth": 1.9,
-        "lines.solid_capstyle": "round",
+    painted: dict[str, tuple[str, ...]] = {
+        colours.background: ("figure.facecolor", "savefig.facecolor", "axes.facecolor"),
+        colours.muted: ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"),
+        colours.text: ("axes.titlecolor", "text.color"),
+        colours.grid: ("grid.color",),
     }
-    with matplotlib.rc_context(style):
+    style: dict[Any, Any] = {part: colour for colour, parts in painted.items() for part in parts}
+    with matplotlib.rc_context(style, fname=Path(__file__).with_suffix(".mplstyle")):
         yield
 
 

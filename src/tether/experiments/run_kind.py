@@ -38,10 +38,6 @@ def plain_metric_text(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _always(settings: Settings) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class RunKind:
     """How runs of one kind are judged, plotted and described.
@@ -76,7 +72,7 @@ class RunKind:
     """The setting that says how many steps belong together, such as the updates on one batch."""
     token_bound_setting: str = ""
     """The bound on each token's KL, which scales the tint of responses."""
-    bound_applies: Callable[[Settings], bool] = _always
+    bound_applies: Callable[[Settings], bool] = lambda settings: True
     """Whether a run's method uses the bounds in its settings."""
     subject_settings: tuple[str, ...] = ()
     """Settings that name what is learned, the first that is set; for a report's title."""

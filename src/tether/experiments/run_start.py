@@ -1,18 +1,24 @@
-"""What stands in the way of a run beginning, or going on, in a folder; and where runs are."""
+"""What a run begins with: a seed, a folder nothing stands in the way of; and where runs are."""
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tether.errors import CheckpointError, TetherWarning
-from tether.experiments.files import TEMPORARY_PREFIX
-from tether.experiments.locking import FolderLock
+import numpy as np
+import torch
+
+from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.experiments.files import TEMPORARY_PREFIX, FolderLock
 from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
 from tether.experiments.run_kind import Settings
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 FINISHED_FILE = "FINISHED"
 
@@ -103,3 +109,47 @@ def _runs_below(path: Path) -> list[Path]:
         if not any(run in folder.parents for run in runs):
             runs.append(folder)
     return runs
+
+
+def seed_everything(seed: int) -> None:
+    """Make a run repeatable: seed Python's, numpy's and torch's generators (all devices).
+
+    Operations that are not deterministic themselves (some CUDA kernels) stay so; see
+    ``torch.use_deterministic_algorithms``.
+
+    >>> seed_everything(3); first = torch.rand(2)
+    >>> seed_everything(3); torch.equal(first, torch.rand(2))
+    True
+    """
+    if not 0 <= seed < 2**32:
+        raise InvalidInputError(f"A seed lies in [0, 2^32); got {seed}.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def as_number(name: str, value: object) -> float | int | bool:
+    """A metric as a plain number.
+
+    >>> as_number("loss", 0.5)
+    0.5
+    """
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", 0) == 0:
+        value = item()
+    if not isinstance(value, int | float):
+        raise InvalidInputError(
+            f"Metric {name!r} must be a number; got a {type(value).__name__}: {value!r:.80}"
+        )
+    return value
+
+
+def summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
+    """Where TensorBoard finds the numbers; those from ``purge_step`` on, of a run cut off, are hidden."""
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Mirroring to TensorBoard needs the package tensorboard: pip install 'tether-rl[cli]'."
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)

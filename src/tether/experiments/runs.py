@@ -17,6 +17,7 @@ from tether.experiments import checkpoints as _checkpoints
 from tether.experiments.checkpoints import Checkpoint, Damaged, step_name, step_of
 from tether.experiments.files import (
     TEMPORARY_PREFIX,
+    FolderLock,
     atomic_write_bytes,
     atomic_write_json,
     atomic_write_text,
@@ -27,8 +28,6 @@ from tether.experiments.files import (
     read_json_lines,
     write_all,
 )
-from tether.experiments.locking import FolderLock
-from tether.experiments.measurements import as_number, summary_writer
 from tether.experiments.peak_memory import peak_at_end
 from tether.experiments.run_config import (
     CONFIG_FILE,
@@ -37,7 +36,13 @@ from tether.experiments.run_config import (
     now,
     read_config,
 )
-from tether.experiments.run_start import FINISHED_FILE, check_target, resumed_config
+from tether.experiments.run_start import (
+    FINISHED_FILE,
+    as_number,
+    check_target,
+    resumed_config,
+    summary_writer,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -73,6 +78,7 @@ class RunFolder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
+        self._checkpoint_root = path / "checkpoints"
         self.config = config
         self._lock = lock
         self._clock = clock
@@ -260,10 +266,6 @@ class RunFolder:
         return sorted(path for path in (self.path / "figures").glob("*") if not path.name.startswith(hidden))
 
     # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def _checkpoint_root(self) -> Path:
-        return self.path / "checkpoints"
 
     def checkpoint_folder(self, step: int) -> Path:
         """An empty folder to save the state of ``step`` in; it counts after `mark_complete`."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from tether.errors import ConfigError, MissingDependencyError, did_you_mean
+from tether.errors import ConfigError, MissingDependencyError
 from tether.experiments.files import atomic_write_text
 
 
-def options_from_file(path: str | Path, config: type[Any] | None = None) -> list[str]:
+def options_from_file(path: str | Path) -> list[str]:
     """The options a YAML file of nested settings stands for.
 
     >>> import tempfile
@@ -30,25 +30,7 @@ def options_from_file(path: str | Path, config: type[Any] | None = None) -> list
             f"The settings file {path} must map option names to values, as in 'steps: 100'; it holds "
             f"{type(settings).__name__}."
         )
-    if config is not None:
-        _check_names(path, settings, config)
     return list(_options(settings, ""))
-
-
-def _check_names(path: str | Path, settings: Mapping[str, Any], config: type[Any], prefix: str = "") -> None:
-    types = get_type_hints(config)  # of what has a name, the options depend on it, so the parser checks them
-    known = [field.name for field in fields(config)]
-    for key, value in settings.items():
-        name = str(key).replace("-", "_")
-        if name in getattr(config, "former_names", {}):
-            continue  # the parser says what it is called now
-        if name not in known:
-            raise ConfigError(
-                f"{path} sets {prefix}{key}, which is no option here.{did_you_mean(name, known)} "
-                "--help lists them all."
-            )
-        if is_dataclass(types[name]) and isinstance(value, Mapping) and "name" not in value:
-            _check_names(path, value, types[name], f"{prefix}{key}.")
 
 
 def write_settings(path: str | Path, config: Any) -> Path:

@@ -327,7 +327,7 @@ def block_curve(curve: Curve, size: int, reduce: Statistic = np.mean) -> Curve:
 def _finite(values: ArrayLike, name: str) -> Array:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
-        raise InvalidInputError(f"{name} must be one number a run, [runs], got shape {array.shape}.")
+        raise InvalidInputError(f"{name} must be [runs], one number a run, got shape {array.shape}.")
     if not np.all(np.isfinite(array)):
         raise InvalidInputError(f"{name} hold {np.sum(~np.isfinite(array))} values that are not finite.")
     return array

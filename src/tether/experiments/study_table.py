@@ -14,13 +14,12 @@ import csv
 import io
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tether.errors import CheckpointError, ConfigError
-from tether.experiments.files import atomic_write_text
-from tether.experiments.locking import FolderLock
+from tether.experiments.files import FolderLock, atomic_write_text
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named
@@ -31,6 +30,7 @@ TRAIN, EVAL = "train/", "eval/"
 _KEYS = ("study", "grid", "run", "label", "seed")
 _NOT_COLUMNS = frozenset({"name", "seed"})  # the label, and a column of its own
 
+_Rows = tuple[list[Record], list[Record]]  # of training, of evaluations
 Key = tuple[str, str]
 """A grid and the name of a run in it."""
 
@@ -154,7 +154,7 @@ class StudyTable:
         end = record.pop("end")
         kind = kind_named(record["kind"], self._kinds)
         config = RunConfig(**record | {"settings": kind.current_settings(record["settings"])})
-        return RunData(self.path.joinpath(*key), config, kind, rows.train, rows.evals, bool(end), end)
+        return RunData(self.path.joinpath(*key), config, kind, *rows, bool(end), end)
 
 
 def load_runs(sources: Iterable[str | Path | RunData], kinds: Kinds | None = None) -> list[RunData]:
@@ -250,14 +250,6 @@ def _one(name: str, values: list[Any]) -> Any:
 # ---------------------------------------------------------------------- rows
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one run."""
-
-    train: list[Record]
-    evals: list[Record]
-
-
 def _read_rows(path: Path) -> dict[Key, _Rows]:
     found: dict[Key, _Rows] = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -271,9 +263,9 @@ def _read_rows(path: Path) -> dict[Key, _Rows]:
         for line in lines:
             if len(line) != len(header):
                 raise ValueError(f"line {lines.line_num} has {len(line)} cells instead of {len(header)}")
-            rows = found.setdefault((line[place["grid"]], line[place["run"]]), _Rows([], []))
+            rows = found.setdefault((line[place["grid"]], line[place["run"]]), ([], []))
             step = int(line[place["step"]])
-            for group, records in zip(groups, (rows.train, rows.evals), strict=True):
+            for group, records in zip(groups, rows, strict=True):
                 numbers = {name: _number(line[index]) for index, name in group if line[index]}
                 if numbers:
                     records.append({"step": step, **numbers})

@@ -14,7 +14,7 @@ from tether.errors import MissingDependencyError
 from tether.experiments.progress import format_duration
 from tether.experiments.run_data import RunData, by_label, is_number
 from tether.experiments.run_kind import Kinds
-from tether.experiments.statistics import Curve, Interval, bootstrap_interval, proportion_interval
+from tether.experiments.statistics import Interval, bootstrap_interval, proportion_interval
 from tether.experiments.study_table import load_runs
 
 if TYPE_CHECKING:
@@ -132,14 +132,19 @@ def format_interval(interval: Interval | None, fraction: bool) -> str:
     >>> format_interval(Interval(1.784, 1.784, 1.784, 0.95), fraction=False)
     '1.784'
     """
+    return _formatted(interval, *((100.0, ".1f", " %") if fraction else (1.0, ".4g", "")))
+
+
+def _formatted(interval: Interval | None, scale: float, form: str, unit: str) -> str:
     if interval is None:
         return "-"
-    scale, form, unit = (100.0, ".1f", " %") if fraction else (1.0, ".4g", "")
-    value = f"{interval.value * scale:{form}}{unit}"
+    value, low, high = (
+        f"{number * scale:{form}}" for number in (interval.value, interval.low, interval.high)
+    )
     if interval.low == interval.high:
-        return value
-    separator = "-" if interval.low >= 0 else " to "
-    return f"{value} ({interval.low * scale:{form}}{separator}{interval.high * scale:{form}})"
+        return f"{value}{unit}"
+    separator = "-" if interval.low >= 0 and not form.startswith("+") else " to "
+    return f"{value}{unit} ({low}{separator}{high})"
 
 
 def format_range(values: Iterable[float | None], form: Callable[[float], str]) -> str:
@@ -161,17 +166,13 @@ def format_gain(interval: Interval | None, fraction: bool) -> str:
     >>> format_gain(Interval(0.215, 0.2, 0.231, 0.95), fraction=True)
     '+21.5 points (+20.0 to +23.1)'
     """
-    if interval is None:
-        return "-"
-    scale, form, unit = (100.0, "+.1f", " points") if fraction else (1.0, "+.4g", "")
-    value = f"{interval.value * scale:{form}}{unit}"
-    if interval.low == interval.high:
-        return value
-    return f"{value} ({interval.low * scale:{form}} to {interval.high * scale:{form}})"
+    return _formatted(interval, *((100.0, "+.1f", " points") if fraction else (1.0, "+.4g", "")))
 
 
 def _summary(label: str, runs: Sequence[RunData], metric: str) -> MethodSummary:
-    curves = [curve for curve in (_headline_curve(run, metric) for run in runs) if curve is not None]
+    curves = [
+        curve for curve in (run.eval_curve(metric) or run.curve(metric) for run in runs) if curve is not None
+    ]
     ends = [(curve.y[np.isfinite(curve.y)]) for curve in curves]
     ends = [values for values in ends if values.size]
     problems = _problems(runs[0]) if len(runs) == 1 and metric.startswith("success") else None
@@ -193,11 +194,6 @@ def _summary(label: str, runs: Sequence[RunData], metric: str) -> MethodSummary:
         run_seconds=float(np.mean([run.seconds for run in runs])),
         finished=all(run.finished for run in runs),
     )
-
-
-def _headline_curve(run: RunData, metric: str) -> Curve | None:
-    """Evaluations come first; runs that only train are judged by what training measures."""
-    return run.eval_curve(metric) or run.curve(metric)
 
 
 def _estimate(values: Sequence[float], problems: int | None) -> Interval | None:

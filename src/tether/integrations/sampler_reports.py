@@ -7,7 +7,8 @@ from, so that records stay aligned with their tokens whatever TRL does with the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,39 +99,48 @@ def collect(
         InvalidInputError: a token of the model's own without a record, or what `SampledPolicy` refuses.
     """
     shape = tuple(completion_ids.shape)
-    places: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    blocks: dict[int, ReportBlock] = {}
-    own = torch.zeros(shape)
-    known = torch.zeros(shape, dtype=torch.bool)
+    width = max((value.block.ids.shape[1] for value in _some_of_each_block(reported)), default=1)
+    ids = np.full((*shape, width), EMPTY, dtype=np.int64)
+    log_probs = np.full((*shape, width), -np.inf, dtype=np.float32)
+    own, least = np.zeros(shape, dtype=np.float32), np.full(shape, -np.inf, dtype=np.float32)
+    known = np.zeros(shape, dtype=bool)
     for sequence, values in enumerate(reported):
-        for position, value in enumerate(values):
-            if isinstance(value, Reported):
-                blocks[id(value.block)] = value.block
-                places[id(value.block)].append((sequence, position, value.row))
-        if values:
-            own[sequence, : len(values)] = torch.tensor(values, dtype=torch.float32)
-    width = max((block.ids.shape[1] for block in blocks.values()), default=1)
-    ids = torch.full((*shape, width), EMPTY, dtype=torch.long)
-    log_probs = torch.full((*shape, width), -torch.inf)
-    least = torch.full(shape, -torch.inf)
-    for name, where in places.items():
-        block = blocks[name]
-        sequence_of, position_of, row_of = torch.tensor(where).t()
-        rows, used = row_of.numpy(), block.ids.shape[1]
-        ids[sequence_of, position_of, :used] = torch.from_numpy(block.ids[rows]).long()
-        log_probs[sequence_of, position_of, :used] = torch.from_numpy(block.log_probs[rows])
-        if block.least is not None:
-            least[sequence_of, position_of] = torch.from_numpy(block.least[rows])
-        known[sequence_of, position_of] = True
+        own[sequence, : len(values)] = values
+        start = 0
+        for block, same in itertools.groupby(values, _block_of):  # a turn each
+            rows = [getattr(value, "row", 0) for value in same]
+            tokens = (sequence, slice(start, start + len(rows)))
+            start += len(rows)
+            if block is None:
+                continue
+            known[tokens] = True
+            ids[tokens][:, : block.ids.shape[1]] = block.ids[rows]
+            log_probs[tokens][:, : block.ids.shape[1]] = block.log_probs[rows]
+            if block.least is not None:
+                least[tokens] = block.least[rows]
     mask = mask.cpu()
-    _refuse_unrecorded((mask > 0) & ~known)
-    has_least = bool(torch.isfinite(least[known]).all()) and not truncated
+    _refuse_unrecorded((mask > 0) & ~torch.from_numpy(known))
+    has_least = bool(np.isfinite(least[known]).all()) and not truncated
     policy = SampledPolicy.from_report(
-        completion_ids.cpu(), ids, log_probs, mask,
-        sampled_log_probs=own, truncated=truncated, vocabulary_size=vocabulary_size,
-        log_tail_min=torch.where(known, least, 0.0) if has_least else None,
+        completion_ids.cpu(), torch.from_numpy(ids), torch.from_numpy(log_probs), mask,
+        sampled_log_probs=torch.from_numpy(own), truncated=truncated, vocabulary_size=vocabulary_size,
+        log_tail_min=torch.from_numpy(np.where(known, least, np.float32(0.0))) if has_least else None,
     )  # fmt: skip
     return policy.to(completion_ids.device)
+
+
+def _block_of(value: float) -> ReportBlock | None:
+    return value.block if isinstance(value, Reported) else None
+
+
+def _some_of_each_block(reported: list[list[float]]) -> Iterator[Reported]:
+    """A record from each turn of each sequence: those of a turn share their block."""
+    for values in reported:
+        for block, same in itertools.groupby(values, _block_of):
+            if block is not None:
+                first = next(same)
+                assert isinstance(first, Reported)
+                yield first
 
 
 def _refuse_unrecorded(missing: Tensor) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from tether.errors import InvalidInputError
 from tether.experiments import RunFolder, TrainingProgress
 from tether.experiments.peak_memory import StepMeter
+from tether.experiments.report.words import prompt_text
 from tether.integrations.lag_metrics import lag_names
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
@@ -32,43 +32,26 @@ if TYPE_CHECKING:
 
 # TRL's and our own names of what is logged each step, and the run folder's.
 _METRICS = {
-    "loss": "loss",
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "entropy": "entropy",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
+    **{name: name for name in ("loss", "reward", "reward_std", "entropy", "grad_norm", "learning_rate")},
     "completions/mean_length": "completion_length",
     "completions/clipped_ratio": "truncated",
     "clip_ratio/region_mean": "clipped",
     "kl": "reference_kl",
     "step_time": "step_seconds",
-    "trust_region/kl_mean": "kl_mean",
-    "trust_region/kl_max": "kl_max",
-    "trust_region/kl_projected_mean": "kl_projected_mean",
-    "trust_region/kl_projected_max": "kl_projected_max",
-    "trust_region/projected": "projected",
-    "trust_region/mean_step": "mean_step",
-    "trust_region/regression": "regression",
-    "trust_region/tail_mass": "tail_mass",
-    "trust_region/certified": "certified",
-    "trust_region/uncertain": "uncertain",
-    "trust_region/old_policy_bytes": "old_policy_bytes",
-    # What a rival's loss measures; its clip replaces TRL's, which never acts then.
-    "trust_region/clipped": "clipped",
-    "trust_region/ratio_mean": "ratio_mean",
-    "trust_region/ratio_max": "ratio_max",
-    "trust_region/weight_mean": "weight_mean",
-    "trust_region/covariance_mean": "covariance_mean",
-    "trust_region/divergence_mean": "divergence_mean",
-    "trust_region/divergence_max": "divergence_max",
-    "trust_region/stopped": "stopped",
+    **{
+        f"trust_region/{name}": name
+        for name in (
+            *("kl_mean", "kl_max", "kl_projected_mean", "kl_projected_max", "projected", "mean_step"),
+            *("regression", "tail_mass", "certified", "uncertain", "old_policy_bytes", "stopped", "lag"),
+            # What a rival's loss measures; its clip replaces TRL's, which never acts then.
+            *("clipped", "ratio_mean", "ratio_max", "weight_mean", "covariance_mean"),
+            *("divergence_mean", "divergence_max", "sampler_mismatch"),
+        )
+    },
     "step_back/fraction": "network_kept",
     "step_back/kl_before": "network_kl_before",
     "step_back/kl": "network_kl",
     "step_back/passes": "network_passes",
-    "trust_region/lag": "lag",
-    "trust_region/sampler_mismatch": "sampler_mismatch",
     **{f"trust_region/{theirs}": ours for theirs, ours in lag_names().items()},
     "critic/value_loss": "critic_loss",
     "critic/explained_variance": "explained_variance",
@@ -76,7 +59,6 @@ _METRICS = {
     "critic/grad_norm": "critic_grad_norm",
     "num_tokens": "tokens",
 }
-
 # Responses kept for the report at each evaluation.
 _SAMPLED_RESPONSES = 12
 
@@ -207,7 +189,7 @@ class SamplesCallback(TrainerCallback):
             strict=True,
         )
         return {
-            "prompt": _as_text(problem["prompt"]),
+            "prompt": prompt_text(problem["prompt"]),
             "reference": problem["answer"],
             "reward": self._task.verify(response, problem["answer"]).reward,
             "tokens": [
@@ -237,12 +219,12 @@ class CheckpointCallback(TrainerCallback):
     """
 
     def __init__(
-        self, run: RunFolder | None, config: TrainConfig, activity: Activity, together: Accelerator
+        self, run: RunFolder | None, config: TrainConfig, activity: Activity, accelerator: Accelerator
     ) -> None:
         self._run = run
         self._config = config
         self._activity = activity
-        self._together = together
+        self._accelerator = accelerator
         self._stop = False
 
     def request_stop(self) -> None:
@@ -255,7 +237,7 @@ class CheckpointCallback(TrainerCallback):
         at_boundary = step % self._config.updates_per_rollout == 0
         due = bool(every) and step % every == 0
         if at_boundary:
-            self._stop = _any_of(self._together, self._stop)
+            self._stop = _any_of(self._accelerator, self._stop)
         control.should_save = step == self._config.steps or (at_boundary and (due or self._stop))
         if control.should_save:
             self._activity.doing = "saving a checkpoint"
@@ -263,7 +245,7 @@ class CheckpointCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Move what was written to the run's checkpoints, and stop if asked to."""
-        self._together.wait_for_everyone()  # each has written its part
+        self._accelerator.wait_for_everyone()  # each has written its part
         if self._run is not None:
             written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             target = self._run.checkpoint_folder(state.global_step)
@@ -272,19 +254,19 @@ class CheckpointCallback(TrainerCallback):
                     os.replace(item, target / item.name)
             self._run.mark_complete(state.global_step, keep=self._config.keep_checkpoints)
             shutil.rmtree(args.output_dir)
-        self._together.wait_for_everyone()  # nobody begins the next while this one is moved
+        self._accelerator.wait_for_everyone()  # nobody begins the next while this one is moved
         # Not before the save: the flag would be part of the checkpoint, and stop the resumed run.
         control.should_training_stop = self._stop or control.should_training_stop
         self._activity.doing = "training"
         return control
 
 
-def _any_of(together: Accelerator, mine: bool) -> bool:
+def _any_of(accelerator: Accelerator, mine: bool) -> bool:
     """Whether it holds in any process: a signal may reach only some, and all have to stop alike."""
-    if together.num_processes == 1:
+    if accelerator.num_processes == 1:
         return mine
-    flag = torch.tensor([float(mine)], device=together.device)
-    return bool(together.reduce(flag, reduction="sum").item() > 0)
+    flag = torch.tensor([float(mine)], device=accelerator.device)
+    return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
 
 
 def tensorboard_callback(folder: Path) -> TrainerCallback:
@@ -316,11 +298,3 @@ def stopping_on_interrupt(request_stop: Callable[[], None], say: Callable[[str],
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _as_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    raise InvalidInputError(f"A prompt must be text or a conversation, got {type(prompt).__name__}.")

@@ -77,7 +77,10 @@ def finished_runs(config: CompareConfig) -> Comparison:
 
 
 def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
+    import torch
+
     cores = os.cpu_count() or 1
+    on_cpu = config.train.device == "cpu" or not torch.accelerator.is_available()
     at_once = min(config.jobs or cores, len(missing))
     threads = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
@@ -97,7 +100,7 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
             keep_going=True,
             seconds=None if config.minutes is None else 60 * config.minutes,
             on_finished=finish,
-            preloaded=() if _uses_accelerator(config) else _IMPORTED_BY_A_RUN,
+            preloaded=_IMPORTED_BY_A_RUN if on_cpu else (),
             displayed=LLM_RUNS.displayed,
         )
     finally:
@@ -106,22 +109,13 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
             StudyTable(config.results, KINDS).add(grid_name(config), _read(finished))
 
 
-def _uses_accelerator(config: CompareConfig) -> bool:
-    import torch
-
-    return config.train.device != "cpu" and torch.accelerator.is_available()
-
-
 def _job(cell: Cell, threads: int) -> Job:
     run = replace(cell.train, threads=threads)
     settings = write_settings(run.output.with_name(run.output.name + ".yaml"), run)
     command = (sys.executable, "-m", "tether", "llm", "train", "--config", str(settings))
-    return Job(f"{run.label}, seed {run.seed}", command, run.output, run.steps, weight=_weight(run))
-
-
-def _weight(run: TrainConfig) -> float:
-    responses = run.steps * run.responses_per_update
-    return _COST_OF_A_START + _COST_OF_A_RESPONSE * responses + _COST_OF_A_STEP * run.steps
+    cost_of_a_step = _COST_OF_A_RESPONSE * run.responses_per_update + _COST_OF_A_STEP
+    weight = _COST_OF_A_START + run.steps * cost_of_a_step
+    return Job(f"{run.label}, seed {run.seed}", command, run.output, run.steps, weight)
 
 
 def _give_back_disk(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Problems, responses, verdicts and token tints on one page that needs nothing but a browser."""
+"""Results of an evaluation: tables for the terminal, and one page that needs nothing but a browser."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tether.experiments.report.words import (
     visible,
 )
 from tether.experiments.run_config import installed_versions, now
+from tether.experiments.statistics import Interval
 from tether.experiments.summary import format_gain, format_interval
-from tether.llm.eval_config import EvalConfig
-from tether.llm.evaluation_table import table_columns, table_rows
+from tether.llm.eval_config import PAGE_FILE, EvalConfig
 from tether.llm.measures import Row, TaskResult
 
 TEMPLATE = Path(__file__).with_name("evaluation_page.html.jinja")
@@ -159,3 +159,62 @@ def _token(text: str, log_prob: float, entropy: float) -> dict[str, Any]:
         "tip": f"probability {probability_text(log_prob)}\nentropy before it {entropy:.3g} nats",
         "breaks": text.endswith("\n"),
     }
+
+
+def print_evaluation(config: EvalConfig, results: Sequence[TaskResult]) -> None:
+    """Show the results as tables, with 95 % intervals over problems, and where the page is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for result in results:
+        count = result.summaries["model"].problems
+        table = Table(title=f"{result.task} ({config.split}, {count} problems)", title_justify="left")
+        rows = table_rows(result, config)
+        table.add_column("95 % intervals over problems")
+        for name, _ in rows:
+            table.add_column(name, justify="right", overflow="fold")
+        for place, (heading, _) in enumerate(table_columns(result, config)):
+            table.add_row(heading, *(cells[place] for _, cells in rows))
+        console.print(table)
+    if config.output is not None:
+        console.print(f"Page: {(config.output / PAGE_FILE).resolve().as_uri()}", soft_wrap=True)
+
+
+def table_rows(result: TaskResult, config: EvalConfig) -> list[tuple[str, list[str]]]:
+    """Rows of the table: what it is about, and its cells; the difference of two models comes last."""
+    names: dict[str, str] = {**config.models}
+    if result.difference is not None:
+        names["difference"] = "model less baseline"
+    columns = table_columns(result, config)
+    return [(name, [cells[side] for _, cells in columns]) for side, name in names.items()]
+
+
+def table_columns(result: TaskResult, config: EvalConfig) -> list[tuple[str, dict[str, str]]]:
+    """Columns of the table: heading, and text by side (and ``"difference"``)."""
+    columns: list[tuple[str, dict[str, str]]] = []
+
+    def add(heading: str, shares: Mapping[str, Interval | None]) -> None:
+        cells = {side: format_interval(shares[side], fraction=True) for side in result.summaries}
+        if result.difference is not None:
+            cells["difference"] = format_gain(shares["difference"], fraction=True)
+        columns.append((heading, cells))
+
+    sides: dict[str, Any] = {**result.summaries, "difference": result.difference or result.summaries["model"]}
+    if config.samples:
+        add(f"success, avg@{config.samples}", {side: one.success for side, one in sides.items()})
+        for k in config.ks:
+            if k > 1:
+                add(f"pass@{k}", {side: one.pass_at[k] for side, one in sides.items()})
+    if config.greedy:
+        add("greedy", {side: one.greedy for side, one in sides.items()})
+    for heading, name in (("reward", "reward"), ("cut off", "truncated"), ("tokens", "length")):
+        columns.append((heading, _numbers(result, name)))
+    return columns
+
+
+def _numbers(result: TaskResult, name: str) -> dict[str, str]:
+    values = {side: getattr(summary, name) for side, summary in result.summaries.items()}
+    share = name == "truncated"
+    cells = {side: f"{100 * value:.1f} %" if share else f"{value:.3g}" for side, value in values.items()}
+    return cells | {"difference": ""}

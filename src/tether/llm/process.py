@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Literal
 
-from tether.errors import ConfigError
+from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 
 def prepare_process(threads: int | None = None) -> None:
@@ -25,30 +25,18 @@ def prepare_process(threads: int | None = None) -> None:
 
 
 def process_count() -> int:
-    """How many processes train together; more than one under ``accelerate launch`` or ``torchrun``.
-
-    >>> process_count()
-    1
-    """
-    return _number("WORLD_SIZE", 1)
+    """How many processes train together; more than one under ``accelerate launch`` or ``torchrun``."""
+    return get_int_from_env(["WORLD_SIZE"], 1)
 
 
 def is_main_process() -> bool:
-    """Whether this process writes the run's folder and speaks; the others only compute.
-
-    >>> is_main_process()
-    True
-    """
-    return _number("RANK", 0) == 0
+    """Whether this process writes the run's folder and speaks; the others only compute."""
+    return get_int_from_env(["RANK"], 0) == 0
 
 
 def local_rank() -> int:
-    """Which of this machine's accelerators is this process's.
-
-    >>> local_rank()
-    0
-    """
-    return _number("LOCAL_RANK", 0)
+    """Which of this machine's accelerators is this process's."""
+    return get_int_from_env(["LOCAL_RANK"], 0)
 
 
 Sharding = Literal["none", "optimizer", "everything"]
@@ -56,21 +44,9 @@ Sharding = Literal["none", "optimizer", "everything"]
 
 
 def sharding() -> Sharding:
-    """How ``accelerate launch`` was asked to spread the model.
-
-    >>> sharding()
-    'none'
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    """How ``accelerate launch`` was asked to spread the model; read here, before any trainer exists."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return "everything"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        return "everything" if _number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) == 3 else "optimizer"
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return "everything" if get_int_from_env(["ACCELERATE_DEEPSPEED_ZERO_STAGE"], 2) == 3 else "optimizer"
     return "none"
-
-
-def _number(name: str, default: int) -> int:
-    """A variable that launchers set. Read here because it is needed before any trainer exists."""
-    text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{name}={text!r} in the environment is no number. Start with accelerate launch.")
-    return int(text)

@@ -15,11 +15,10 @@ from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_eve
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.llm.config import TrainConfig
-from tether.llm.hub import check_hub_access, upload
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.run_kind import LLM_RUNS
-from tether.llm.saving import UNFINISHED, finish_from_checkpoint, save_trained_model
+from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
 
@@ -66,7 +65,7 @@ def train(config: TrainConfig) -> RunFolder:
             device=_device(config),
             quantization=config.quantization,
         )
-        if _begins(config):
+        if _looks_at_rewards(config):
             check_rewards(config, model, tokenizer, task)
         trainer = _build(config, model, tokenizer, task)
         with _run_folder(config) as run:
@@ -84,7 +83,7 @@ def _device(config: TrainConfig) -> torch.device:
     return torch.device(current.type, local_rank())
 
 
-def _begins(config: TrainConfig) -> bool:
+def _looks_at_rewards(config: TrainConfig) -> bool:
     """Whether this process is to look at rewards: once a run, and not with a model too large for one process
     (the evaluation before the first step shows them too)."""
     resumed = config.resume and (config.output / CONFIG_FILE).is_file()

@@ -16,6 +16,7 @@ from tether.losses.icepop import icepop
 from tether.losses.ipo import ipo
 from tether.losses.kl_cov import kl_cov
 from tether.losses.kl_penalty import kl_penalty
+from tether.losses.linear import linear_policy_loss
 from tether.losses.m2po import m2po
 from tether.losses.mis import mis
 from tether.losses.ppo_clip import ppo_clip
@@ -92,6 +93,7 @@ __all__ = [
     "ipo",
     "kl_cov",
     "kl_penalty",
+    "linear_policy_loss",
     "m2po",
     "mis",
     "ppo_clip",

@@ -83,7 +83,7 @@ def project_tokens(
             "old_log_probs by name."
         )
     counted = response_mask > 0
-    _check_shapes(new, old, response_ids, response_mask)
+    check_shapes(new, old, response_ids, response_mask)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
     kl_bound = bound_of_tokens(kl_bound, old, response_mask)
     if isinstance(old, SampledPolicy):
@@ -272,7 +272,7 @@ def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor, support:
         )
 
 
-def _check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor) -> None:
+def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor) -> None:
     if mask.shape != ids.shape or ids.dim() != 2:
         raise InvalidInputError(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "

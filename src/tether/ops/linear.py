@@ -141,7 +141,7 @@ def evaluate(
     `sum_hidden_gradient` adds up, in place, what the shards have of the gradient of `hidden`, before it is
     rounded to the precision of `hidden`.
     """
-    kernels = _kernels(backend, hidden)
+    kernels = kernels_for(backend, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         return Reduced(
             *_LinearLogProbs.apply(
@@ -150,7 +150,7 @@ def evaluate(
         )
 
 
-def _kernels(backend: Backend, hidden: Tensor) -> ModuleType:
+def kernels_for(backend: Backend, hidden: Tensor) -> ModuleType:
     """What reduces rows of logits and gives their gradient: two modules with the same two functions."""
     if not use_triton(backend, hidden):
         return plain_rows
@@ -178,8 +178,8 @@ class _LinearLogProbs(torch.autograd.Function):
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
-            found = _empty_results(hidden, ids, top_k, with_min)
-            buffer = _workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
+            found = empty_results(hidden, ids, top_k, with_min)
+            buffer = workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
             for block in _token_blocks(hidden, vocabulary):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
         log_sum = found.largest + found.log_total
@@ -220,7 +220,7 @@ def _gradient_blocks(
     count = hidden.shape[0] if rows is None else rows.shape[0]
     kept, ctx.kept = ctx.kept, None  # spoiled here: another backward pass forms the logits again
     if kept is None:
-        buffer = _workspace(hidden, weight.shape[0], count, upstream.log_sum.dtype)
+        buffer = workspace(hidden, weight.shape[0], count, upstream.log_sum.dtype)
         for block in _row_blocks(rows, hidden, weight.shape[0]):
             block_upstream = upstream.at(block)
             yield (
@@ -234,7 +234,7 @@ def _gradient_blocks(
         yield rows, plain_rows.gradient_of_kept(ctx.head, kept, upstream.at(rows))
 
 
-def _empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:
+def empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:
     """Where the forward pass puts what it finds."""
     tokens = hidden.shape[0]
     log_probs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -259,7 +259,7 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
     return None if bool(touched.all()) else touched.nonzero().squeeze(-1)
 
 
-def _workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
+def workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
     return hidden.new_empty((tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype=dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
 from tether.projection.solve import may_ask
 
-# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows share
-# the overhead of what is done once a row, fewer fit its cache together with the temporaries.
+# Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
+# share the overhead of what is done once a block, fewer fit its cache together with the temporaries.
 BLOCK_ELEMENTS = 1 << 18
 
 
@@ -47,12 +47,25 @@ class PolicyPair:
         bias: Tensor | None,
         old: HiddenStates,
         sequences: Tensor | None = None,
+        rows: int | None = None,
     ) -> PolicyPair:
-        """With buffers for a block of rows."""
-        rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
+        """With buffers for so many rows, or for those of a block."""
+        if rows is None:
+            rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
         return cls(head, hidden, weight, bias, old, sequences, buffers)
+
+    def block(self, rows: slice) -> PolicyPair:
+        """Of some rows alone, in the same buffers."""
+        support = None if self.old.support is None else self.old.support[rows]
+        old = replace(self.old, hidden=self.old.hidden[rows], support=support)
+        buffers = self.buffers[:, : rows.stop - rows.start]
+        return replace(self, hidden=self.hidden[rows], old=old, buffers=buffers)
+
+    def holding(self, old_rows: Tensor) -> PolicyPair:
+        """The same where the buffers hold all new logits and the old ones of these rows."""
+        return replace(self, old_rows=old_rows)
 
     @property
     def vocabulary(self) -> int:

@@ -124,8 +124,8 @@ def gradient_block(
     return gradient_of_kept(head, logits, upstream)
 
 
-def gradient_of_kept(head: Head, kept: Tensor, upstream: Upstream) -> Tensor:
-    """The same from what `reduce_block` left, which it overwrites."""
+def gradient_of_kept(head: Head, kept: Tensor, upstream: Upstream, **_: Any) -> Tensor:
+    """The same from what `reduce_block` left, which it overwrites, in its precision."""
     for part in _cached_rows(kept):
         if head.softcap is None:
             probs_to_gradient(kept[part], upstream.at(part), head.constant_slope)

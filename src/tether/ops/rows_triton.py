@@ -58,9 +58,16 @@ def gradient_block(
     otherwise in place of the logits.
     """
     raw = raw_logits(hidden, weight, buffer)
-    tokens, vocabulary = raw.shape
     halves = hidden.dtype == weight.dtype and hidden.dtype in (torch.float16, torch.bfloat16)
-    grad = raw.new_empty(raw.shape, dtype=hidden.dtype) if halves else raw
+    return gradient_of_kept(head, raw, upstream, bias=bias, dtype=hidden.dtype if halves else raw.dtype)
+
+
+def gradient_of_kept(
+    head: Head, raw: Tensor, upstream: Upstream, *, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The same, in `dtype`, from the head's raw output that `reduce_block` left in its buffer."""
+    tokens, vocabulary = raw.shape
+    grad = raw if dtype == raw.dtype else raw.new_empty(raw.shape, dtype=dtype)
     rows = [
         None if row is None else row.contiguous()
         for row in (upstream.log_sum, upstream.entropy, upstream.total, upstream.grad_entropy)

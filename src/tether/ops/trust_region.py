@@ -131,7 +131,7 @@ class _LinearTrustRegion(torch.autograd.Function):
             ratio_range = pair.log_ratio_range()
             old_rows = ids.new_empty(0, dtype=torch.long)
             for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
-                old_rows = _evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
+                old_rows = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
         _check_values(state.kl)
@@ -147,12 +147,12 @@ class _LinearTrustRegion(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
-        arrived = _Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)
+        arrived = Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)
         with ctx.head.weights_at_hand():
             pair = _pair_of(ctx, hidden, weight, bias)
             total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.own.total.dtype)
             for block in pair.blocks(arrived.rows()):
-                total.add(block, _gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
+                total.add(block, gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
         return (*total.rounded(), None, None, None, None, None)
 
 
@@ -164,7 +164,7 @@ def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> P
     return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows)
 
 
-def _evaluate_block(
+def evaluate_block(
     pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
 ) -> Tensor:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
@@ -225,7 +225,7 @@ def _certify(
     return inside
 
 
-class _Arrived(NamedTuple):
+class Arrived(NamedTuple):
     """The gradient that arrived, a value a token."""
 
     own: Upstream
@@ -235,7 +235,7 @@ class _Arrived(NamedTuple):
     @classmethod
     def of(
         cls, state: TokenState, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
-    ) -> _Arrived:
+    ) -> Arrived:
         zero = torch.zeros_like(state.kl)
         log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
         sampled = torch.where(state.projected, projected, zero)
@@ -257,8 +257,8 @@ class _Arrived(NamedTuple):
         return (self.own.touched() | self.projected.acts).nonzero().squeeze(-1)
 
 
-def _gradient_of_block(
-    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: _Arrived, kl_bound: float
+def gradient_of_block(
+    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: Arrived, kl_bound: float
 ) -> Tensor:
     """Gradient that reaches the head's raw output, [n, V]."""
     grad = pair.new_logits(block)

@@ -12,8 +12,7 @@ from tether.experiments.comparison import Row, by_point, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.report.panels import MOST_COLOURED, Picture, in_background, other_pictures, pictures
 from tether.experiments.report.responses import samples
-from tether.experiments.report.settings import by_difference, compare_settings, mixed_labels
-from tether.experiments.report.words import render
+from tether.experiments.report.words import by_difference, compare_settings, mixed_labels, render
 from tether.experiments.run_config import now
 from tether.experiments.run_data import RunData
 from tether.experiments.run_kind import Kinds, RunKind
@@ -99,7 +98,11 @@ def _render(
         banded=any(len(summary.seeds) > 1 for summary in summaries),
         coloured=MOST_COLOURED,
         mixed=by_difference(mixed_labels(runs)),
-        columns=[name for name in ("kl_mean", "kl_max", "projected") if _any(summaries, name)],
+        columns=[
+            name
+            for name in ("kl_mean", "kl_max", "projected")
+            if any(getattr(summary, name) is not None for summary in summaries)
+        ],
         comparison=_comparison(runs[0].kind, comparison),
         plots=[_embedded(picture) for picture in plots],
         others=[_embedded(picture) for picture in others],
@@ -224,7 +227,3 @@ def _seeds(seeds: Sequence[int]) -> tuple[str, str]:
 
 def _number(value: float | None, form: str = ".2g") -> str:
     return "-" if value is None else f"{value:{form}}"
-
-
-def _any(summaries: Sequence[MethodSummary], name: str) -> bool:
-    return any(getattr(summary, name) is not None for summary in summaries)

@@ -13,7 +13,7 @@ from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, sma
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData, by_label
 from tether.experiments.run_kind import PanelSpec, Source
-from tether.experiments.statistics import Curve, Statistic, block_curve
+from tether.experiments.statistics import Curve, block_curve
 from tether.experiments.summary import MethodSummary, headline_metric, own_headlines
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) 
         panel = _panel(runs, spec, background)
         if panel is not None:
             name = f"{'eval-' if spec.source == 'eval' else ''}{spec.metric}"
-            made.append(_picture(name, spec.title, spec.caption, _of_panel(panel)))
+            figures = {theme: curves_figure(panel, theme) for theme in THEMES}
+            made.append(_picture(name, spec.title, spec.caption, figures))
     return made + _time_split(runs)
 
 
@@ -116,7 +117,11 @@ def _panel(runs: Sequence[RunData], spec: PanelSpec, background: frozenset[str])
     for label, group in by_label(runs).items():
         evaluated = spec.source == "eval"
         found = (run.eval_curve(spec.metric) if evaluated else run.curve(spec.metric) for run in group)
-        usable = [curve for curve in found if curve is not None and _drawable(curve, spec.log)]
+        usable = [
+            curve
+            for curve in found
+            if curve is not None and np.any(np.isfinite(curve.y) & ((curve.y > 0) | (not spec.log)))
+        ]
         if usable:
             curves[label] = usable
     if not curves:
@@ -124,7 +129,10 @@ def _panel(runs: Sequence[RunData], spec: PanelSpec, background: frozenset[str])
     size = 1 if spec.source == "eval" else _block_size(runs, curves)
     if size > 1:
         reduce = np.max if spec.maximum else np.mean
-        curves = {label: [_blocks(curve, size, reduce) for curve in group] for label, group in curves.items()}
+        curves = {
+            label: [block_curve(curve, min(size, len(curve.x)), reduce) for curve in group]
+            for label, group in curves.items()
+        }
     x_label = runs[0].kind.x_label
     lines = bounds(runs, spec.bound) if spec.bound else {}
     return Panel(
@@ -150,18 +158,6 @@ def _block_size(runs: Sequence[RunData], curves: Mapping[str, Sequence[Curve]]) 
         cycle = 1
     size = cycle * max(1, longest // (100 * cycle))
     return size if 4 * size <= longest else 1
-
-
-def _blocks(curve: Curve, size: int, reduce: Statistic) -> Curve:
-    return block_curve(curve, min(size, len(curve.x)), reduce)
-
-
-def _drawable(curve: Curve, log: bool) -> bool:
-    return any(math.isfinite(value) and (value > 0 or not log) for value in curve.y)
-
-
-def _of_panel(panel: Panel) -> dict[Theme, Figure]:
-    return {theme: curves_figure(panel, theme) for theme in THEMES}
 
 
 def _time_split(runs: Sequence[RunData]) -> list[Picture]:

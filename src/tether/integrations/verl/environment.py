@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 
-from tether.errors import MissingDependencyError
+from tether.errors import MissingDependencyError, TetherWarning
 
-#: The verl whose seams the plug-in uses; `tests/verl/test_verl_contract.py` lists them.
-VERL_VERSION = "0.9.1"
+#: The versions of verl it was tested with, the one to install last.
+TESTED = ("0.9.0", "0.9.1")
 
 _INSTALL = "pip install 'tether-rl[verl]'"
 
 
 def check_environment() -> None:
-    """Refuse a missing verl, one nobody tested, and a TRL that verl cannot live with.
+    """Refuse a missing verl, one that lacks what the plug-in stands on, and a TRL verl cannot live with.
 
     Raises:
         MissingDependencyError: with the command that repairs it.
@@ -23,7 +24,7 @@ def check_environment() -> None:
         from verl import __version__ as version
     except ImportError as error:
         raise MissingDependencyError(
-            f"tether.integrations.verl needs verl {VERL_VERSION} ({error}). Install it, in an environment of "
+            f"tether.integrations.verl needs verl {TESTED[-1]} ({error}). Install it, in an environment of "
             f"its own without TRL, with: {_INSTALL}"
         ) from error
     check_version(version)
@@ -32,16 +33,27 @@ def check_environment() -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse another verl: the plug-in stands on parts of it that verl does not promise to keep.
+    """Ask a verl nobody tested for every part of it that the plug-in stands on.
 
     Raises:
-        MissingDependencyError: with the command that installs the right one.
+        MissingDependencyError: with what has moved, and the command that installs the right one.
     """
-    if version != VERL_VERSION:
+    if version in TESTED:
+        return
+    from tether.integrations.verl.seam import moved
+
+    tested = f"tether.integrations.verl was tested with verl {' and '.join(TESTED)}, and this is {version}"
+    troubles = moved()
+    if troubles:
         raise MissingDependencyError(
-            f"tether.integrations.verl works with verl {VERL_VERSION}, found {version}, whose engine may "
-            f"call losses differently. Install the tested one with: pip install 'verl=={VERL_VERSION}'"
+            f"{tested}, which differs where it matters:\n  - " + "\n  - ".join(troubles) + "\nInstall the "
+            f"tested one with: pip install 'verl=={TESTED[-1]}'"
         )
+    warnings.warn(
+        f"{tested}. Everything the plug-in stands on is where it was, but nobody has trained with it.",
+        TetherWarning,
+        stacklevel=2,
+    )
 
 
 def _check_trl() -> None:
@@ -55,7 +67,7 @@ def _check_trl() -> None:
             import trl
 
             raise MissingDependencyError(
-                f"TRL {trl.__version__} is installed beside verl {VERL_VERSION}, whose engines import "
+                f"TRL {trl.__version__} is installed beside verl, whose engines import "
                 "AutoModelForCausalLMWithValueHead from any TRL they find; this one no longer has it. Remove "
                 "it from this environment (pip uninstall trl), or give verl an environment of its own."
             ) from error

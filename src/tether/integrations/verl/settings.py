@@ -8,13 +8,12 @@ from typing import Any, Literal, get_args
 from verl.workers.config import PolicyLossConfig
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.verl_switch import OLD_STORE, RATIO, TROLL
 from tether.losses.troll import RatioLevel
 from tether.settings import TROLLSettings, check_choice
 
-#: `policy_loss.loss_mode` and the name in verl's registry of policy losses.
-LOSS_MODE = "troll"
-#: `model.model_type`, by which verl finds the engine.
-MODEL_TYPE = "troll"
+#: `policy_loss.loss_mode` and the name in verl's registry of policy losses; `model.model_type`.
+LOSS_MODE = MODEL_TYPE = TROLL
 
 _KEY = "actor_rollout_ref.actor.policy_loss"
 #: The remedy where the exact trust region cannot work.
@@ -51,11 +50,11 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
     troll_support: str = TROLLSettings.support
     """Compare policies on the whole vocabulary ("exact", from hidden states), or on the ids kept, all others
     being one outcome with their exact mass ("bucket") or having probability 1e-12 each ("paper")."""
-    troll_old_store: str = "local"
+    troll_old_store: str = OLD_STORE
     """Keep the old policy on the worker that recorded it ("local"), or send it with the batch ("queue")."""
     troll_region: str = TROLLSettings.region
     """Bound each "token"'s divergence, or the mean over the tokens of a "sequence"."""
-    troll_ratio: str = "token"
+    troll_ratio: str = RATIO
     """Ratio of each "token", or GSPO's of a "sequence" (with `loss_agg_mode=seq-mean-token-mean`)."""
 
     def __post_init__(self) -> None:

@@ -29,15 +29,17 @@ from tether.llm.sandbox.backends import (
     ENVIRONMENT,
     LAUNCHER,
     Backend,
+    Visible,
     command,
     drop_to,
+    interpreter,
+    visible,
 )
 from tether.llm.sandbox.cgroup import Group, group
 from tether.llm.sandbox.programs import Execution, Program
 from tether.llm.sandbox.supervise import Supervisor
 from tether.llm.sandbox.syscalls import compiled_filter
 from tether.llm.sandbox.trial import PROCESSES, REMEDY, try_to_escape
-from tether.llm.sandbox.visible import Visible, interpreter, visible
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from tether.llm.sandbox.syscalls import SHARED_MAPPING
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIB = 1024
 # The most the kernel holds for one object. A pipe has 16 pages and 16 entries for them; a socket what waits
@@ -65,7 +65,9 @@ class Scales:
             held = _pages(seen, self._limit)
             if held > self._limit:
                 return self._over(held)
-            restless = rough > _SHARED * self._limit and not _same(seen, _descendants(init))
+            restless = rough > _SHARED * self._limit and {one.process for one in seen} != {
+                one.process for one in _descendants(init)
+            }
         else:
             held, restless = rough, False
         # A page counts once, divided among its holders: one that came and went unseen would hide a part.
@@ -95,10 +97,6 @@ class _Seen(NamedTuple):
 def first_child(process: int) -> int | None:
     """The child of a process that has one, or None when it is gone."""
     return next(iter(_children(process)), None)
-
-
-def _same(some: list[_Seen], others: list[_Seen]) -> bool:
-    return {one.process for one in some} == {one.process for one in others}
 
 
 def _descendants(process: int) -> list[_Seen]:
@@ -205,9 +203,4 @@ def _proportional(place: str) -> int:
 
 def _same_memory(one: int, other: int) -> bool:
     """Whether two processes have the very same memory; kernels that cannot tell count it twice."""
-    return bool(_libc().syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return bool(_LIBC.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tether.llm.tasks.code_values import BITS, Items, bounded, distinct, make_dict
 
 LENGTH = 10**6
@@ -111,49 +113,15 @@ def _join(separator: str, texts: Iterable[str]) -> str:
     return separator.join(listed)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of nested lists of numbers, as numpy has it, (): a number."""
-    if type(value) in (list, tuple):
-        shapes = [_shape(item) for item in value]
-        if any(shape != shapes[0] for shape in shapes):
-            raise TypeError("rows of different lengths")
-        return (len(value), *(shapes[0] if shapes else ()))
-    number(value)
-    return ()
+def _same_shape(compare: Callable[..., Any]) -> Callable[..., bool]:
+    """A comparison of numpy's, of lists of numbers of one shape: it would stretch [] to fit [1]."""
 
+    def compared(left: Any, right: Any, **bounds: Any) -> bool:
+        if not {type(left), type(right)} <= {list, tuple, *_NUMBERS}:
+            raise TypeError("neither numbers nor lists of them")
+        return np.shape(left) == np.shape(right) and bool(np.all(compare(left, right, **bounds)))
 
-def _same_shape(left: Any, right: Any) -> bool:
-    """Stricter than numpy, which would stretch [] to fit [1]."""
-    return _shape(left) == _shape(right)
-
-
-def _flat(value: Any) -> list[Any]:
-    return [part for item in value for part in _flat(item)] if type(value) in (list, tuple) else [value]
-
-
-def _numpy_close(
-    left: Any, right: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> bool:
-    """``numpy.isclose`` of two numbers: the second is the reference."""
-    if equal_nan and left != left and right != right:
-        return True
-    if not (cmath.isfinite(left) and cmath.isfinite(right)):
-        return bool(left == right)
-    return bool(abs(left - right) <= atol + rtol * abs(right))
-
-
-def _allclose(left: Any, right: Any, **bounds: Any) -> bool:
-    if not _same_shape(left, right):
-        return False
-    return all(_numpy_close(a, b, **bounds) for a, b in zip(_flat(left), _flat(right), strict=True))
-
-
-def _isclose(left: Any, right: Any, **bounds: Any) -> bool:
-    return _numpy_close(number(left), number(right), **bounds)
-
-
-def _array_equal(left: Any, right: Any) -> bool:
-    return _same_shape(left, right) and _flat(left) == _flat(right)
+    return compared
 
 
 def _of_number(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,9 +156,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "math.isnan": math.isnan,
     "math.isinf": math.isinf,
     "cmath.isclose": cmath.isclose,
-    "numpy.isclose": _isclose,
-    "numpy.allclose": _allclose,
-    "numpy.array_equal": _array_equal,
+    "numpy.isclose": _same_shape(np.isclose),
+    "numpy.allclose": _same_shape(np.isclose),
+    "numpy.array_equal": _same_shape(np.equal),
     "numpy.abs": _of_number(abs),
     "numpy.round": _round,
 }

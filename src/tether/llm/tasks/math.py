@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tether.errors import ConfigError, DataError
-from tether.llm.tasks.boxed import INSTRUCTION, BoxedTask
 from tether.llm.tasks.data import BadRows, Located, as_messages, read_hub, read_jsonl
+from tether.llm.tasks.gsm8k import INSTRUCTION, BoxedTask
 from tether.llm.tasks.math_answers import last_boxed
 from tether.llm.tasks.protocol import Problem
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from tether.errors import MissingDependencyError
 from tether.llm.tasks.judge import Judge
-from tether.llm.tasks.math_numbers import agree
-from tether.llm.tasks.math_units import units_differ
-from tether.llm.tasks.thinking import after_thinking
+from tether.llm.tasks.math_numbers import agree, units_differ
+from tether.llm.tasks.protocol import after_thinking
 
 _log = logging.getLogger(__name__)
 

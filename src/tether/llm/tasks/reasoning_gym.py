@@ -14,9 +14,8 @@ from typing import Any
 from tether.errors import ConfigError, DataError, MissingDependencyError
 from tether.llm.tasks.generated import DEFAULT_SIZES
 from tether.llm.tasks.judge import Judge, Outcome
-from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
+from tether.llm.tasks.protocol import Problem, Split, Verdict, after_thinking, check_request, split_of
 from tether.llm.tasks.reasoning_gym_scores import as_text
-from tether.llm.tasks.thinking import after_thinking
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,144 @@
+"""A file of studies, trained in order and in pieces of time, into one table and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tether.episodic.algorithms import config_from_dict
+from tether.episodic.commands import train_all
+from tether.episodic.config import EpisodicConfig
+from tether.episodic.curves import write_overview
+from tether.episodic.options import CompareConfig, TrainConfig, train_config
+from tether.episodic.run_kind import EPISODIC_RUNS
+from tether.errors import ConfigError, did_you_mean
+from tether.experiments.run_data import RunData
+from tether.experiments.settings_file import load_yaml
+from tether.experiments.study_table import StudyTable
+
+_KINDS = {EPISODIC_RUNS.name: EPISODIC_RUNS}
+
+
+@dataclass(frozen=True)
+class Study:
+    """An entry of a queue: one preset, with some seeds of some algorithms."""
+
+    preset: str
+    """Vetted settings; each algorithm takes the preset's variant for it, if there is one."""
+    algos: tuple[str, ...] = ("tce",)
+    """Algorithms: names, or "package.module:Class"."""
+    seeds: tuple[int, ...] = (0,)
+    """Which seeds."""
+    until: int | None = None
+    """Iteration to stop after; the schedules still end with the preset's last."""
+    label: str = ""
+    """What sets it apart from others on the same task: "ours"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the preset, by dotted names: {critic.state_stride: 5}."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and of its grid in the table."""
+        return "-".join(filter(None, (self.preset.replace(":", "-"), self.label.replace(" ", "-"))))
+
+    def runs(self, output: Path) -> list[TrainConfig]:
+        """What it trains."""
+        found = []
+        for algo in self.algos:
+            options = train_config(self.preset, None, algo)
+            for seed in self.seeds:
+                settings = changed(options.settings, {**self.settings, "seed": seed})
+                until = None if self.until is None else min(self.until, settings.iterations)
+                found.append(replace(
+                    options, settings=settings, output=output / self.name / f"{algo}-seed{seed}", resume=True,
+                    label=", ".join(filter(None, (algo, self.label))), until=until, film=False,
+                ))  # fmt: skip
+        return found
+
+
+def changed(config: EpisodicConfig, settings: Mapping[str, Any]) -> EpisodicConfig:
+    """A configuration with other values of settings, by dotted names.
+
+    Raises:
+        ConfigError: an unknown setting.
+
+    >>> from tether.episodic.presets import preset
+    >>> changed(preset("hopper-jump-paper"), {"critic.state_stride": 5, "seed": 3}).critic.state_stride
+    5
+    """
+    values = config.as_dict()
+    for path, value in settings.items():
+        place = values
+        *outer, name = path.split(".")
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return config_from_dict(values)
+
+
+def read_queue(path: Path) -> list[Study]:
+    """The studies of a YAML file.
+
+    Raises:
+        ConfigError: no list of studies, an unknown key, or a name twice.
+    """
+    known = {one.name for one in fields(Study)}
+    entries = load_yaml(path)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path} must hold a list of studies, as in '- {{preset: hopper-jump-quick}}'.")
+    studies = []
+    for entry in entries:
+        for key in entry:
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {key!r}.{did_you_mean(str(key), known)}")
+        if "preset" not in entry:
+            raise ConfigError(f"{path}: the study {entry} names no preset.")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+        studies.append(Study(**values))
+    names = [study.name for study in studies]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{path}: {', '.join(sorted(twice))} occurs twice. Give the studies labels.")
+    return studies
+
+
+def queue_command(config: CompareConfig) -> Path:
+    """Train a queue's studies in order, as far as the minutes go; the page about what there is by now.
+
+    The same command goes on from there. With `results`, what was measured is kept in a table, and the page is
+    about everything in it: also about runs whose folders were lost since.
+
+    Raises:
+        ConfigError: a queue or settings that do not fit, before anything runs; nothing measured yet.
+        RunFailedError: a run ended before it was finished; the others are kept.
+    """
+    assert config.queue is not None
+    studies = read_queue(config.queue)
+    runs = [run for study in studies for run in study.runs(config.output)]
+    try:
+        train_all(runs, config)
+    finally:
+        found = _collect(studies, config)
+    if not found:
+        raise ConfigError("No run of the queue has measured anything yet. Give it more minutes.")
+    return write_overview(found, config.output / "report" / "index.html", config.queue.stem.capitalize())
+
+
+def _collect(studies: list[Study], config: CompareConfig) -> list[RunData]:
+    """What the runs have measured, kept in the table if there is one."""
+    table = None if config.results is None else StudyTable(config.results, _KINDS)
+    found = []
+    for study in studies:
+        folders = [run.folder() for run in study.runs(config.output)]
+        runs = [RunData.read(path, _KINDS) for path in folders if (path / "config.json").is_file()]
+        runs = [run for run in runs if run.evals]
+        if table is not None:
+            kept = table.runs(study.name)
+            longer = [
+                run for run in runs if run.path.name not in kept or run.steps > kept[run.path.name].steps
+            ]
+            table.add(study.name, longer, unfinished=True)
+            runs = list(table.runs(study.name).values())
+        found += runs
+    return found

@@ -1,0 +1,314 @@
+"""A policy loss and its gradients from hidden states and LM head, in three products with the head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.losses.base import PolicyLoss
+from tether.losses.project import Policy, check_shapes, project_tokens
+from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
+from tether.ops.one_pass import (
+    WithGradients,
+    blocks_of,
+    log_probs_in_one_pass,
+    trust_region_in_one_pass,
+)
+from tether.ops.token_state import DIFFERENTIABLE, TokenState
+from tether.projection.backend import Backend
+from tether.projection.solve import may_ask
+from tether.projection.sparse import SparseLogProbs
+from tether.projection.tokens import ProjectedTokens
+from tether.settings import TROLLSettings, check_choice, check_kl_bound
+
+Objective = Callable[[ProjectedTokens], PolicyLoss]
+Reach = Literal["token", "sequence", "batch"]
+"""What the slope of the loss at a token depends on, besides masks: the token, its sequence, or everything."""
+
+
+def linear_policy_loss(
+    objective: Objective,
+    new: HiddenStates,
+    response_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    old: HiddenStates | SparseLogProbs | None = None,
+    old_log_probs: Tensor | None = None,
+    kl_bound: float = TROLLSettings.kl_bound,
+    depends_on: Reach = "token",
+    backend: Backend = "auto",
+) -> PolicyLoss:
+    """Evaluate any policy loss on a language model's head without forming its logits twice.
+
+    Equals the objective of what `project_tokens` (without an old policy: `linear_log_probs`) finds, gradients
+    included, which multiplies with the head four times where the logits of the batch are too many to be kept.
+    Here the loss of a block of tokens is differentiated while their logits are at hand: three products.
+
+    That takes a loss of which the slope at a token is known from the token alone, as it is for every ratio of
+    tokens under each of `tether.losses.aggregate`'s averages. A ratio of sequences says
+    ``depends_on="sequence"``: whole sequences then share a block (where the longest does not fit one, the
+    logits are formed twice after all). ``depends_on="batch"`` never differentiates early. What was said is
+    checked: the slopes that were used must be those of the finished batch.
+
+    Memory: as `linear_log_probs`, and nothing is kept for the backward pass but the gradients themselves.
+    They are computed in the forward pass, so one backward pass can use them.
+
+    Args:
+        objective: from the tokens, [B, T], to a loss and metrics, such as
+            ``lambda tokens: ppo_clip(tokens.new_log_probs, old_log_probs, advantages, mask)``. It is called
+            for each block, with placeholders in place of tokens that are not evaluated yet.
+        new: hidden states [B, T, D] with the weight of their LM head.
+        response_ids: the sampled tokens, [B, T] integer.
+        response_mask: [B, T].
+        old: nothing for losses of sampled tokens alone; hidden states [B, T, D] for an exact trust region;
+            `SparseLogProbs` [B, T, K] for one on a support, all other ids being one outcome.
+        old_log_probs: of the sampled tokens, [B, T]; goes into the tokens.
+        kl_bound: in nats, a token.
+        depends_on: see above.
+        backend: as in `tether.linear_log_probs`.
+
+    Returns:
+        What the objective returns of all tokens; the loss carries the gradient to hidden states, weight and
+        bias.
+
+    Raises:
+        InvalidInputError: shapes that do not fit, a slope that depends on more than was said, a second
+            backward pass, or what the projection refuses.
+
+    Example:
+        >>> import torch
+        >>> from tether.losses import ppo_clip
+        >>> _ = torch.manual_seed(0)
+        >>> hidden, weight = torch.randn(1, 3, 8), torch.randn(50, 8, requires_grad=True)
+        >>> ids, mask, old = torch.tensor([[1, 2, 3]]), torch.ones(1, 3), torch.full((1, 3), -4.0)
+        >>> clip = lambda tokens: ppo_clip(tokens.new_log_probs, old, torch.ones(1), mask)
+        >>> result = linear_policy_loss(clip, HiddenStates(hidden, weight), ids, mask)
+        >>> result.loss.backward()
+        >>> weight.grad.shape, sorted(result.metrics)
+        (torch.Size([50, 8]), ['clipped', 'ratio_max', 'ratio_mean'])
+    """
+    check_choice("depends_on", depends_on, get_args(Reach))
+    check_kl_bound(kl_bound)
+    weight = new.weight
+    if weight is None:
+        raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
+    check_shapes(new, new if old is None else old, response_ids, response_mask)
+    counted = response_mask > 0
+    rows = _Rows(new, old, response_ids, counted, old_log_probs, kl_bound, backend)
+    blocks = None
+    if torch.is_grad_enabled() and depends_on != "batch":
+        lengths = counted.sum(-1).tolist() if depends_on == "sequence" else [1] * rows.count
+        blocks = blocks_of(lengths, rows.new.hidden, weight.shape[0])
+    if blocks is None:
+        return objective(rows.batched(rows.evaluate()))
+    return _in_one_pass(objective, rows, blocks)
+
+
+class _Rows:
+    """The tokens that count, flattened, and how they become `ProjectedTokens`."""
+
+    def __init__(
+        self,
+        new: HiddenStates,
+        old: Policy | None,
+        ids: Tensor,
+        counted: Tensor,
+        old_log_probs: Tensor | None,
+        kl_bound: float,
+        backend: Backend,
+    ) -> None:
+        self.counted, self.kl_bound, self.backend = counted, kl_bound, backend
+        self.new = replace(new, hidden=new.hidden[counted])
+        self.ids = ids[counted]
+        self.count = self.ids.shape[0]
+        self.old_log_probs = None if old_log_probs is None else old_log_probs.detach()[counted]
+        self.old: HiddenStates | SparseLogProbs | None = None
+        if isinstance(old, HiddenStates):
+            support = None if old.support is None else old.support[counted]
+            self.old = replace(old, hidden=old.hidden.detach()[counted], support=support)
+        elif isinstance(old, SparseLogProbs):
+            self.old = old.detach()[counted]
+        elif old is not None:
+            raise InvalidInputError(
+                f"old must be HiddenStates, SparseLogProbs or None, got {type(old).__name__}. Whole "
+                "distributions go to project_tokens, with those of the new policy."
+            )
+
+    @property
+    def wanted(self) -> Tensor:
+        """Ids whose log-probabilities the tokens are made of, [N, 1 + K]: the sampled one and the support."""
+        sampled = self.ids[:, None]
+        if isinstance(self.old, SparseLogProbs):
+            return torch.cat((sampled.to(self.old.ids.dtype), self.old.ids), -1)
+        return sampled
+
+    def evaluate(self) -> ProjectedTokens:
+        """All of them, by the ordinary operations."""
+        new = self.new
+        assert new.weight is not None
+        options = {name: value for name, value in vars(new.head).items()}
+        if isinstance(self.old, HiddenStates):
+            found = linear_trust_region(
+                new.hidden, new.weight, self.ids, self.old.hidden, kl_bound=self.kl_bound, bias=new.bias,
+                old_weight=self.old.weight, old_bias=self.old.bias, old_support=self.old.support, **options,
+            )  # fmt: skip
+            return self._with_old(found, slice(None))
+        few = linear_log_probs(
+            new.hidden, new.weight, self.wanted, bias=new.bias, backend=self.backend, **options
+        )
+        return self.tokens(slice(None), (few.log_probs, few.entropy))
+
+    def tokens(self, rows: slice, values: Sequence[Tensor]) -> ProjectedTokens:
+        """Of some rows, from log-probabilities at the wanted ids [n, 1 + K] and entropies [n]."""
+        log_probs, entropy = values
+        sampled = log_probs[:, 0]
+        if isinstance(self.old, SparseLogProbs):
+            old, head = self.old[rows], self.new
+            assert head.weight is not None
+            size = head.head.vocabulary_size or head.weight.shape[0]
+            few = SparseLogProbs.from_log_probs(old.ids, log_probs[:, 1:], vocabulary_size=size)
+            found = project_tokens(
+                few[None], old[None], self.ids[None, rows], torch.ones_like(sampled)[None],
+                log_probs=sampled[None], kl_bound=self.kl_bound,
+            ).each(lambda value: value.squeeze(0))  # fmt: skip
+        else:
+            unknown = torch.full_like(sampled.detach(), torch.nan)
+            found = ProjectedTokens(
+                new_log_probs=sampled,
+                old_log_probs=unknown,
+                projected_log_probs=sampled,
+                regression=torch.zeros_like(unknown),
+                kl=unknown,
+                step=torch.ones_like(unknown),
+                projected=torch.zeros_like(unknown, dtype=torch.bool),
+                tail_mass=unknown,
+            )
+        return self._with_old(replace(found, entropy=entropy), rows)
+
+    def _with_old(self, tokens: ProjectedTokens, rows: slice) -> ProjectedTokens:
+        if math.isinf(self.kl_bound):
+            tokens = replace(tokens, projected_kl=None)
+        if self.old_log_probs is None:
+            return tokens
+        return replace(tokens, old_log_probs=self.old_log_probs[rows].to(tokens.kl.dtype))
+
+    def state(self, values: Sequence[Tensor], rows: slice) -> ProjectedTokens:
+        """Of some rows, from the tensors of their `TokenState`."""
+        return self._with_old(TokenState.read(values).result(), rows)
+
+    def batched(self, tokens: ProjectedTokens) -> ProjectedTokens:
+        """[N] -> [B, T]; zero where nothing counts."""
+        where = self.counted
+        return tokens.each(
+            lambda value: torch.zeros_like(where, dtype=value.dtype).masked_scatter(where, value)
+        )
+
+
+class _Course:
+    """The tokens as far as they are known, and the slopes of the loss at them."""
+
+    def __init__(self, objective: Objective, rows: _Rows) -> None:
+        self.objective, self.rows = objective, rows
+        self.known: dict[str, Tensor] = {}
+        self.slopes: dict[str, Tensor] = {}
+
+    def differentiate(self, rows: slice, tokens: ProjectedTokens) -> dict[str, Tensor]:
+        """The slope of the loss at the tokens of some rows, by the names of what carries a gradient."""
+        values = {name: value.detach() for name, value in tokens.known().items()}
+        if not self.known:
+            self._start(values)
+        for name, value in values.items():
+            self.known[name][rows] = value
+        leaves = {name: values[name].clone().requires_grad_() for name in DIFFERENTIABLE if name in values}
+        with torch.enable_grad():
+            whole = dict(self.known)
+            for name, leaf in leaves.items():
+                whole[name] = torch.cat((whole[name][: rows.start], leaf, whole[name][rows.stop :]))
+            loss = self.objective(self.rows.batched(ProjectedTokens(**whole))).loss
+        slopes = _slopes_of(loss, leaves)
+        for name, slope in slopes.items():
+            self.slopes[name][rows] = slope
+        return slopes
+
+    def finish(self) -> PolicyLoss:
+        """The loss of all tokens, without gradient.
+
+        Raises:
+            InvalidInputError: now that all are known, the slopes are not those that were used.
+        """
+        leaves = {name: self.known[name].clone().requires_grad_() for name in self.slopes}
+        with torch.enable_grad():
+            result = self.objective(self.rows.batched(ProjectedTokens(**{**self.known, **leaves})))
+        for name, slope in _slopes_of(result.loss, leaves).items():
+            self._check(name, slope, self.slopes[name])
+        return replace(result, loss=result.loss.detach())
+
+    def _start(self, values: dict[str, Tensor]) -> None:
+        """Placeholders: nothing has moved."""
+        self.known = {name: value.new_zeros(self.rows.count) for name, value in values.items()}
+        if self.rows.old_log_probs is not None:
+            for name in ("new_log_probs", "projected_log_probs", "old_log_probs"):
+                self.known[name] = self.rows.old_log_probs.to(self.known[name].dtype).clone()
+        self.slopes = {name: torch.zeros_like(self.known[name]) for name in DIFFERENTIABLE if name in values}
+
+    def _check(self, name: str, slope: Tensor, used: Tensor) -> None:
+        # Rounding may differ where sums are taken in another order; what depends on them is off by far more.
+        allowed = 1e3 * torch.finfo(slope.dtype).eps * (slope.abs() + used.abs())
+        wrong = (slope - used).abs() > allowed
+        if not may_ask(wrong):
+            torch._assert_async(~wrong.any(), f"linear_policy_loss: the slope at {name} needs more tokens")
+        elif bool(wrong.any()):
+            raise InvalidInputError(
+                f"the loss's slope at {name} of {int(wrong.sum())} of {wrong.numel()} tokens depends on "
+                'other tokens. Say so: depends_on="sequence" for ratios of sequences, "batch" for all else.'
+            )
+
+
+def _in_one_pass(objective: Objective, rows: _Rows, blocks: list[slice]) -> PolicyLoss:
+    course = _Course(objective, rows)
+    new = rows.new
+    if not rows.count:
+        return objective(rows.batched(rows.evaluate()))
+
+    def of_log_probs(block: slice, values: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        with torch.enable_grad():
+            leaves = [value.detach().requires_grad_() for value in values]
+            tokens = rows.tokens(block, leaves)
+        slopes = course.differentiate(block, tokens)
+        carriers = {name: getattr(tokens, name) for name in slopes}
+        reached = [name for name, carrier in carriers.items() if carrier.requires_grad]
+        return torch.autograd.grad(
+            [carriers[name] for name in reached],
+            leaves,
+            [slopes[name] for name in reached],
+            allow_unused=True,
+        )
+
+    def of_state(block: slice, values: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        slopes = course.differentiate(block, rows.state(values, block))
+        return [slopes[name] for name in DIFFERENTIABLE]
+
+    with torch.no_grad():
+        if isinstance(rows.old, HiddenStates):
+            known = trust_region_in_one_pass(new, rows.old, rows.ids, rows.kl_bound, of_state, blocks)
+        else:
+            known = log_probs_in_one_pass(new, rows.wanted, of_log_probs, blocks, rows.backend)
+        result = course.finish()
+    with torch.enable_grad():
+        return replace(result, loss=WithGradients.apply(result.loss, known, new.hidden, new.weight, new.bias))
+
+
+def _slopes_of(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not loss.requires_grad:  # of an objective that none of them moves
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if slope is None else slope
+        for (name, leaf), slope in zip(leaves.items(), found, strict=True)
+    }

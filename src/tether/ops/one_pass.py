@@ -1,0 +1,158 @@
+"""Gradients of a loss whose slopes are known while the logits of a block of tokens are at hand.
+
+Three products with the head instead of four: the logits of a block are formed once, and turned into their
+gradient before the next block takes their place. What the loss is, its caller knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tether.errors import InvalidInputError
+from tether.ops.head import HeadGradients
+from tether.ops.hidden_states import HiddenStates
+from tether.ops.linear import empty_results, kernels_for, workspace
+from tether.ops.memory import tokens_at_a_time
+from tether.ops.policy_pair import PolicyPair
+from tether.ops.rows import gather_upstream, keep_rows
+from tether.ops.token_state import TokenState
+from tether.ops.trust_region import Arrived, evaluate_block, gradient_of_block
+from tether.projection.backend import Backend
+from tether.projection.solve import may_ask
+
+#: Given rows and their values, the gradient of the loss with respect to those, None where there is none.
+Slopes = Callable[[slice, tuple[Tensor, ...]], Sequence[Tensor | None]]
+#: Of hidden states, weight and bias.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def blocks_of(sizes: Sequence[int], hidden: Tensor, vocabulary: int) -> list[slice] | None:
+    """Rows whose logits are held at a time, groups of these sizes kept together; None if one does not fit."""
+    if all(size == 1 for size in sizes):
+        rows = tokens_at_a_time(hidden, vocabulary, len(sizes))
+        return [slice(start, min(start + rows, len(sizes))) for start in range(0, len(sizes), max(1, rows))]
+    most = tokens_at_a_time(hidden, vocabulary, 1 << 30)
+    if max(sizes) > most:
+        return None
+    blocks, start, end = [], 0, 0
+    for size in sizes:
+        if end + size - start > most:
+            blocks.append(slice(start, end))
+            start = end
+        end += size
+    return [*blocks, slice(start, end)] if end > start else blocks
+
+
+def log_probs_in_one_pass(
+    new: HiddenStates, ids: Tensor, slopes: Slopes, blocks: Iterable[slice], backend: Backend
+) -> Gradients:
+    """Gradients of a loss of log-probabilities at `ids` [N, K] and of entropies [N].
+
+    Args:
+        new: hidden states [N, D] and the head.
+        slopes: is given log-probabilities [n, K] and entropies [n].
+        blocks: consecutive rows, as from `blocks_of`.
+    """
+    hidden, weight, bias, head = new.hidden, new.weight, new.bias, new.head
+    assert weight is not None
+    kernels, blocks = kernels_for(backend, hidden), list(blocks)
+    with head.weights_at_hand(), torch.autocast(hidden.device.type, enabled=False):
+        found = empty_results(hidden, ids, 0, with_min=False)
+        rows = max((block.stop - block.start for block in blocks), default=0)
+        buffer = workspace(hidden, weight.shape[0], rows, found.entropy.dtype)
+        total = HeadGradients(_needed(new), hidden, weight, bias, found.entropy.dtype)
+        dtype = _gradient_dtype(hidden, weight, buffer)
+        for block in blocks:
+            out = found.at(block)
+            kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, out)
+            grad_log_probs, grad_entropy = slopes(block, (out.log_probs, out.entropy))
+            log_sum = out.largest + out.log_total
+            arrived = gather_upstream(log_sum, out.entropy, None, grad_entropy, (ids[block], grad_log_probs))
+            kept, at = buffer[: block.stop - block.start], torch.arange(block.start, block.stop)
+            if may_ask(kept):
+                touched = arrived.touched().nonzero().squeeze(-1)
+                kept, arrived, at = keep_rows(kept, touched), arrived.at(touched), at[touched]
+            if len(at):
+                where = block if len(at) == block.stop - block.start else at
+                total.add(where, kernels.gradient_of_kept(head, kept, arrived, bias=bias, dtype=dtype))
+        return total.rounded()
+
+
+def trust_region_in_one_pass(
+    new: HiddenStates,
+    old: HiddenStates,
+    ids: Tensor,
+    kl_bound: float,
+    slopes: Slopes,
+    blocks: Iterable[slice],
+) -> Gradients:
+    """The same of what `linear_trust_region` returns: the four values that carry a gradient.
+
+    Args:
+        new, old: hidden states [N, D] and heads; `old.support` is [N, K].
+        ids: the sampled tokens, [N].
+        slopes: is given the state of a block by `TokenState.tensors`.
+    """
+    hidden, weight, bias = new.hidden, new.weight, new.bias
+    assert weight is not None
+    blocks = list(blocks)
+    with new.head.weights_at_hand(), torch.autocast(hidden.device.type, enabled=False):
+        rows = max((block.stop - block.start for block in blocks), default=0)
+        whole = PolicyPair.of(new.head, hidden, weight, bias, old, rows=rows)
+        ratio_range = whole.log_ratio_range()
+        total = HeadGradients(_needed(new), hidden, weight, bias, whole.buffers.dtype)
+        for block in blocks:
+            pair, state = whole.block(block), TokenState.empty(hidden[block])
+            every = torch.arange(block.stop - block.start, device=hidden.device)
+            old_rows = evaluate_block(pair, every, ids[block], ratio_range[block], kl_bound, state)
+            arrived = Arrived.of(state, ids[block], tuple(slopes(block, state.tensors())), None)
+            touched = arrived.rows()
+            if touched.numel():
+                at_hand = pair.holding(old_rows)
+                grad = gradient_of_block(at_hand, touched, ids[block], arrived, kl_bound)
+                total.add(block if len(touched) == len(every) else touched + block.start, grad)
+        return total.rounded()
+
+
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients are known already: ``apply(loss, known, *inputs)``."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, known: Gradients, *_: Tensor | None) -> Tensor:
+        ctx.known = known
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        known, ctx.known = ctx.known, None  # handed on, not copied: they are as large as the head
+        if known is None:
+            raise InvalidInputError(
+                "the gradients of a linear_policy_loss were handed on by an earlier backward pass. Compute "
+                "the loss again, or add losses up before calling backward once."
+            )
+        if not may_ask(upstream) or float(upstream) != 1:
+            for value in known:
+                if value is not None:
+                    value.mul_(upstream.to(value.dtype))
+        return (None, None, *known)
+
+
+def _needed(new: HiddenStates) -> tuple[bool, bool, bool]:
+    weight, bias = new.weight, new.bias
+    return (
+        new.hidden.requires_grad,
+        weight is not None and weight.requires_grad,
+        bias is not None and bias.requires_grad,
+    )
+
+
+def _gradient_dtype(hidden: Tensor, weight: Tensor, buffer: Tensor) -> torch.dtype:
+    """What the kernels hand to the library's products: half precision if both inputs are."""
+    halves = hidden.dtype == weight.dtype and hidden.dtype in (torch.float16, torch.bfloat16)
+    return hidden.dtype if halves else buffer.dtype

@@ -1,0 +1,98 @@
+"""Studies trained in order, in pieces, into one table and one page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tether.episodic.commands import train_command
+from tether.episodic.options import CompareConfig
+from tether.episodic.queue import Study, queue_command, read_queue
+from tether.errors import ConfigError
+from tether.experiments import RunFolder, StudyTable
+from tether.kinds import KINDS
+
+ROBOTS = Path(__file__).parents[2] / "benchmarks" / "robots"
+SMALL = "{episodes: 4, evaluation_episodes: 2, evaluate_every: 1, checkpoint_every: 1, motion.num_basis: 2}"
+
+
+def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tmp_path: Path) -> None:
+    study = Study(
+        "metaworld-long:reach-v3", ("tce", "bbrl"), (0, 1), 100, "mine", {"update.epochs": 7, "episodes": 3}
+    )
+    runs = study.runs(tmp_path)
+    assert study.name == "metaworld-long-reach-v3-mine"
+    assert [(run.label, run.settings.seed, run.until) for run in runs] == [
+        ("tce, mine", 0, 100), ("tce, mine", 1, 100), ("bbrl, mine", 0, 100), ("bbrl, mine", 1, 100),
+    ]  # fmt: skip
+    assert runs[0].output == tmp_path / study.name / "tce-seed0"
+    for run in runs:
+        values = run.settings.as_dict()
+        assert values["env_id"] == "tether/MetaWorld-reach-v3"
+        assert (values["episodes"], values["update"]["epochs"]) == (3, 7)
+    assert runs[2].settings.as_dict()["policy_input"] == "context"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: hopper-jump-quick", "must hold a list of studies"),
+        ("- {presets: hopper-jump-quick}", "unknown key 'presets'.*preset"),
+        ("- {seeds: [1]}", "names no preset"),
+        ("- {preset: hopper-jump-quick}\n- {preset: hopper-jump-quick}", "hopper-jump-quick occurs twice"),
+    ],
+)
+def test_a_queue_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_queue(tmp_path / "queue.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(ROBOTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_queues_of_the_repository_can_be_trained(path: Path, tmp_path: Path) -> None:
+    runs = [run for study in read_queue(path) for run in study.runs(tmp_path)]
+    assert len({run.output for run in runs}) == len(runs) > 20
+    for run in runs:
+        assert run.until is None or run.until <= run.settings.iterations
+
+
+def test_a_queue_is_trained_in_pieces_and_keeps_the_longest_of_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))))
+    queue, table = tmp_path / "queue.yaml", tmp_path / "kept" / "small.csv"
+    queue.write_text(f"- {{preset: 'queue_presets:point', until: 2, settings: {SMALL}}}")
+    config = CompareConfig(tmp_path / "runs", queue=queue, results=table, jobs=1)
+    page = queue_command(config)
+    name = "queue_presets-point"
+    folder = tmp_path / "runs" / name / "tce-seed0"
+    run = RunFolder.open(folder)
+    assert not run.finished
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [1, 2]
+    kept = StudyTable(table, KINDS).runs(name)["tce-seed0"]
+    assert [row["step"] for row in kept.evals] == [0, 1, 2]
+    assert "PointReach-v0" in page.read_text()
+
+    # Each process takes seconds to start, so from here on this one trains.
+    monkeypatch.setattr(
+        "tether.episodic.queue.train_all", lambda runs, config: [train_command(run) for run in runs]
+    )
+    queue.write_text(queue.read_text().replace("until: 2", "until: 3"))
+    queue_command(config)
+    assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
+
+    # On another machine the runs begin anew: what was measured there before stays until they are longer.
+    queue.write_text(queue.read_text().replace("until: 3", "until: 1"))
+    elsewhere = CompareConfig(tmp_path / "elsewhere", queue=queue, results=table, jobs=1)
+    queue_command(elsewhere)
+    assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
+
+
+def test_a_table_without_a_queue_and_no_time_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="results is for the runs of a queue"):
+        CompareConfig(results=tmp_path / "t.csv")
+    with pytest.raises(ConfigError, match="minutes must be positive, got 0"):
+        CompareConfig(minutes=0)

@@ -1,0 +1,271 @@
+"""A loss in one pass over the head: against the ordinary operations, and against dense float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from tether.errors import InvalidInputError
+from tether.losses import (
+    LossAggMode,
+    PolicyLoss,
+    ProjectedTokens,
+    aggregate,
+    cispo,
+    gspo,
+    linear_policy_loss,
+    ppo_clip,
+    project_tokens,
+    troll_objective,
+)
+from tether.ops import HiddenStates, head, linear_log_probs, memory
+from tether.ops.head import Head
+from tether.projection import SparseLogProbs
+
+B, T, D, V, K = 4, 6, 10, 90, 8
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
+BOUND = 0.05
+HEADS = {
+    "plain": Head(),
+    "temperature": Head(temperature=0.7),
+    "soft cap and padding": Head(softcap=6.0, vocabulary_size=80, temperature=0.9),
+}
+
+
+class Batch:
+    def __init__(self, dtype: torch.dtype = torch.float64, name: str = "plain") -> None:
+        generator = torch.Generator().manual_seed(2)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, dtype=torch.float64, generator=generator)
+
+        self.head = HEADS[name]
+        weight, bias, old = normal(V, D), normal(V), 0.7 * normal(B, T, D)
+        moved = torch.where(torch.arange(T)[:, None] % 2 == 0, 0.3, 0.01) * normal(B, T, D)
+        self.old = HiddenStates(old.to(dtype), weight.to(dtype, copy=True), bias.to(dtype, copy=True))
+        self.leaves = [
+            x.to(dtype).requires_grad_() for x in (old + moved, weight + 0.003 * normal(V, D), bias)
+        ]
+        self.ids = torch.randint(80, (B, T), generator=generator)
+        self.advantages = normal(B).to(dtype)
+        with torch.no_grad():
+            self.old_support = self._support()
+            self.old_log_probs = self.old_support.log_prob_of(self.ids)
+
+    def _support(self) -> SparseLogProbs:
+        assert self.old.weight is not None
+        flat = self.old.hidden.flatten(0, 1)
+        ids = self.ids.flatten()
+        found = linear_log_probs(
+            flat, self.old.weight, ids[:, None], bias=self.old.bias, top_k=K, **vars(self.head)
+        )
+        assert found.top_ids is not None
+        assert found.top_log_probs is not None
+        few = SparseLogProbs.from_top_k(found.top_ids, found.top_log_probs, ids, found.log_probs[:, 0])
+        return SparseLogProbs(few.ids.view(B, T, -1), few.log_probs.view(B, T, -1), few.log_tail.view(B, T))
+
+    @property
+    def new(self) -> HiddenStates:
+        return HiddenStates(self.leaves[0], self.leaves[1], self.leaves[2], head=self.head)
+
+    def policy(self, name: str) -> Any:
+        return {"none": None, "exact": self.old, "bucket": self.old_support}[name]
+
+    def run(self, objective: Any, old: str = "none", **options: Any) -> tuple[PolicyLoss, tuple[Tensor, ...]]:
+        result = linear_policy_loss(
+            objective, self.new, self.ids, MASK, old=self.policy(old), old_log_probs=self.old_log_probs,
+            **{"kl_bound": BOUND, **options},
+        )  # fmt: skip
+        return result, torch.autograd.grad(result.loss, self.leaves)
+
+
+def of_sampled(loss: Callable[..., PolicyLoss], batch: Batch, **options: Any) -> Any:
+    return lambda tokens: loss(tokens.new_log_probs, batch.old_log_probs, batch.advantages, MASK, **options)
+
+
+def of_troll(batch: Batch, mode: LossAggMode = "token-mean", ratio_level: Any = "token") -> Any:
+    """TROLL with an entropy bonus, so that every gradient there is takes part."""
+
+    def objective(tokens: ProjectedTokens) -> PolicyLoss:
+        found = troll_objective(tokens, batch.advantages, MASK, ratio_level=ratio_level)
+        assert tokens.entropy is not None
+        loss = found.token_loss - 0.01 * tokens.entropy
+        return PolicyLoss(aggregate(loss, MASK, mode, max_response_length=9), found.metrics)
+
+    return objective
+
+
+def assert_same(ours: Any, ordinary: Any) -> None:
+    (found, gradients), (expected, wanted) = ours, ordinary
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        assert float(theirs.abs().max()) > 1e-4
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+    assert list(found.metrics) == list(expected.metrics)
+    for name, value in found.metrics.items():
+        torch.testing.assert_close(value, expected.metrics[name], rtol=1e-8, atol=1e-10, equal_nan=True)
+
+
+@pytest.fixture(autouse=True)
+def _blocks_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", V * 7)
+
+
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+@pytest.mark.parametrize("loss", [ppo_clip, cispo])
+def test_a_ratio_of_tokens_equals_the_ordinary_path(loss: Any, mode: LossAggMode) -> None:
+    batch = Batch()
+    objective = of_sampled(loss, batch, loss_agg_mode=mode, max_response_length=9)
+    assert_same(batch.run(objective), batch.run(objective, depends_on="batch"))
+
+
+@pytest.mark.parametrize("old", ["exact", "bucket"])
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_troll_equals_the_ordinary_path(mode: LossAggMode, old: str) -> None:
+    batch = Batch()
+    ours = batch.run(of_troll(batch, mode), old)
+    assert_same(ours, batch.run(of_troll(batch, mode), old, depends_on="batch"))
+    assert 0.2 < ours[0].metrics["projected"].item() < 0.8
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("old", ["none", "exact", "bucket"])
+def test_every_head_equals_the_ordinary_path(name: str, old: str) -> None:
+    batch = Batch(name=name)
+    objective = of_sampled(ppo_clip, batch) if old == "none" else of_troll(batch)
+    assert_same(batch.run(objective, old), batch.run(objective, old, depends_on="batch"))
+
+
+@pytest.mark.parametrize("old", ["none", "exact", "bucket"])
+def test_a_ratio_of_sequences_keeps_sequences_together(old: str) -> None:
+    batch = Batch()
+    objective = of_sampled(gspo, batch) if old == "none" else of_troll(batch, ratio_level="sequence")
+    ordinary = batch.run(objective, old, depends_on="batch")
+    assert_same(batch.run(objective, old, depends_on="sequence"), ordinary)
+
+
+def test_a_sequence_longer_than_a_block_takes_the_ordinary_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch()
+    objective = of_sampled(gspo, batch)
+    expected = batch.run(objective, depends_on="sequence")
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", V * 3)
+    assert_same(batch.run(objective, depends_on="sequence"), expected)
+
+
+@pytest.mark.parametrize("kind", ["a ratio of sequences", "a square of a sum"])
+def test_a_slope_that_depends_on_other_tokens_is_refused(kind: str) -> None:
+    batch = Batch()
+
+    def squared(tokens: ProjectedTokens) -> PolicyLoss:
+        return PolicyLoss((tokens.new_log_probs * MASK).sum() ** 2, {})
+
+    objective = of_sampled(gspo, batch) if kind == "a ratio of sequences" else squared
+    with pytest.raises(InvalidInputError, match='depends_on="sequence" for ratios of sequences'):
+        batch.run(objective)
+
+
+@pytest.mark.parametrize("old", ["none", "bucket", "exact"])
+def test_each_block_is_multiplied_with_the_head_once(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with an exact old policy's if no certificate clears it; the ordinary path does it all again."""
+    rows = []
+    formed = head.raw_logits
+
+    def count(hidden: Tensor, *arguments: Any) -> Tensor:
+        rows.append(len(hidden))
+        return formed(hidden, *arguments)
+
+    monkeypatch.setattr(head, "raw_logits", count)
+    batch = Batch()
+    rows.clear()
+    objective = of_sampled(ppo_clip, batch) if old == "none" else of_troll(batch)
+    found, _ = batch.run(objective, old)
+    certified = found.metrics["certified"].item() if old == "exact" else 1.0
+    expected = round(float(MASK.sum()) * (2 - certified))
+    assert sum(rows) == expected
+    assert max(rows) <= 7
+    rows.clear()
+    batch.run(objective, old, depends_on="batch")
+    assert sum(rows) > 1.3 * expected
+
+
+@pytest.mark.parametrize("old", ["exact", "bucket"])
+def test_gradients_equal_dense_rows_in_float64(old: str) -> None:
+    batch = Batch()
+    _, gradients = batch.run(of_troll(batch), old)
+    hidden, weight, bias = batch.leaves
+    new = (hidden @ weight.T + bias).log_softmax(-1)
+    assert batch.old.weight is not None
+    assert batch.old.bias is not None
+    past: Any = (batch.old.hidden @ batch.old.weight.T + batch.old.bias).log_softmax(-1)
+    now: Any = new
+    if old == "bucket":
+        now, past = SparseLogProbs.at_ids(new, batch.old_support.ids), batch.old_support
+    tokens = project_tokens(
+        now, past, batch.ids, MASK, kl_bound=BOUND, old_log_probs=batch.old_log_probs,
+        log_probs=new.gather(-1, batch.ids[..., None]).squeeze(-1),
+    )  # fmt: skip
+    tokens = replace(tokens, entropy=-(new.exp() * new).sum(-1))
+    wanted = torch.autograd.grad(of_troll(batch)(tokens).loss, batch.leaves)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_the_gradient_scales_with_what_arrives_and_is_handed_on_once() -> None:
+    batch = Batch()
+    objective = of_sampled(ppo_clip, batch)
+    _, wanted = batch.run(objective)
+    result = linear_policy_loss(objective, batch.new, batch.ids, MASK)
+    (3 * result.loss).backward(retain_graph=True)
+    for leaf, single in zip(batch.leaves, wanted, strict=True):
+        torch.testing.assert_close(leaf.grad, 3 * single, rtol=1e-12, atol=0)
+    with pytest.raises(InvalidInputError, match="handed on by an earlier backward pass"):
+        result.loss.backward()
+
+
+def test_a_frozen_head_costs_no_product_and_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch()
+    for leaf in batch.leaves[1:]:
+        leaf.requires_grad_(False)
+    monkeypatch.setattr(head, "add_weight_gradient", None)
+    result = linear_policy_loss(of_sampled(ppo_clip, batch), batch.new, batch.ids, MASK)
+    result.loss.backward()
+    assert batch.leaves[0].grad is not None
+    assert batch.leaves[1].grad is None
+
+
+def test_without_gradients_and_without_tokens() -> None:
+    batch = Batch()
+    with torch.no_grad():
+        assert not linear_policy_loss(
+            of_sampled(ppo_clip, batch), batch.new, batch.ids, MASK
+        ).loss.requires_grad
+    nothing = torch.zeros_like(MASK)
+    result = linear_policy_loss(
+        lambda tokens: ppo_clip(tokens.new_log_probs, batch.old_log_probs, batch.advantages, nothing),
+        batch.new, batch.ids, nothing,
+    )  # fmt: skip
+    assert result.loss.item() == 0
+    assert all(float(g.abs().max()) == 0 for g in torch.autograd.grad(result.loss, batch.leaves))
+
+
+def test_an_infinite_bound_projects_nothing() -> None:
+    batch = Batch()
+    found, _ = batch.run(of_troll(batch), "exact", kl_bound=math.inf)
+    assert found.metrics["projected"].item() == 0
+    assert "kl_projected_mean" not in found.metrics
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    batch = Batch()
+    with pytest.raises(InvalidInputError, match="need the weight of their LM head"):
+        linear_policy_loss(lambda _: None, HiddenStates(batch.leaves[0]), batch.ids, MASK)  # type: ignore[arg-type, return-value]
+    with pytest.raises(InvalidInputError, match="depends_on must be one of"):
+        batch.run(of_sampled(ppo_clip, batch), depends_on="word")
+    with pytest.raises(InvalidInputError, match=r"new must be \[B, T, outcomes\]"):
+        linear_policy_loss(of_sampled(ppo_clip, batch), batch.new, batch.ids[:, :2], MASK[:, :2])
