@@ -65,6 +65,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "losses": {
         "a loss: one file each": ("losses*",),
         "advantages": ("advantages",),
+        "the network's bound: step_back": ("step_back*",),
     },
     "ops": {"LM heads without logits: linear, trust_region": ("ops*",)},
     "projection": {
