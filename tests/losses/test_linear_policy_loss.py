@@ -253,7 +253,7 @@ def test_a_frozen_head_costs_no_product_and_gets_no_gradient(monkeypatch: pytest
     batch = Batch()
     for leaf in batch.leaves[1:]:
         leaf.requires_grad_(False)
-    monkeypatch.setattr(head, "add_weight_gradient", None)
+    monkeypatch.setattr(head.HeadGradients, "_add_weight", None)
     result = linear_policy_loss(of_sampled(ppo_clip, batch), batch.new, batch.ids, MASK)
     result.loss.backward()
     assert batch.leaves[0].grad is not None
