@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tether.experiments.plots import Panel, Theme, png_bytes, small_multiples, stacked_bars
+from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
 from tether.experiments.report.lag_panels import is_by_lag, lag_panels
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData, by_label
@@ -53,6 +53,10 @@ def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) 
         made.append(_picture(panel.title.lower().replace(" ", "-").replace(",", ""), panel.title, _OF_LAGS,
                              _of_panel(panel)))  # fmt: skip
     return made + _time_split(runs)
+
+
+def _of_panel(panel: Panel) -> dict[Theme, Figure]:
+    return {theme: curves_figure(panel, theme) for theme in THEMES}
 
 
 def other_pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) -> list[Picture]:
