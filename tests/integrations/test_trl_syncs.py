@@ -23,7 +23,7 @@ from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_losses import PolicyLossTrainer
 
 # One wait that every loss has: which positions of the padded batch are tokens.
-TOKENS = ("integrations/sparse_head.py:add_sparse_head.<locals>.forward", ROWS)
+TOKENS = ("integrations/sparse_head.py:_Rows.of", ROWS)
 METRICS = ("integrations/trl_trainer.py:OldPolicyTrainer._log_tokens", TO_HOST)
 #: Once a batch of rollouts, whatever keeps an old policy: the slots that are filled, of two micro-batches.
 PACKED: Waits = {
@@ -34,13 +34,13 @@ PACKED: Waits = {
 PACKED_HIDDEN: Waits = PACKED | {("integrations/trl_old_policy.py:pack", ROWS): 2}
 #: Which rows need work, forward and backward: of a network that has not moved, and of one that has.
 UNMOVED: Waits = {
-    ("ops/trust_region.py:_evaluate_block", ROWS): 1,
-    ("ops/trust_region.py:_Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:_gradient_of_block", ROWS): 2,
+    ("ops/trust_region.py:evaluate_block", ROWS): 1,
+    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 2,
 }
 MOVED: Waits = UNMOVED | {
-    ("ops/trust_region.py:_evaluate_block", ROWS): 2,
-    ("ops/dense_rows.py:projected_gradient", VALUE): 1,
+    ("ops/dense_rows.py:compare_rows", ROWS): 1,
+    ("ops/dense_rows.py:part_gradient", VALUE): 1,
 }
 
 
