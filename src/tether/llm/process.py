@@ -8,6 +8,8 @@ from typing import Literal
 
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
+from tether.errors import ConfigError
+
 
 def prepare_process(threads: int | None = None) -> None:
     """Set torch's threads and silence the notices that would bury a command's own display.
@@ -26,17 +28,17 @@ def prepare_process(threads: int | None = None) -> None:
 
 def process_count() -> int:
     """How many processes train together; more than one under ``accelerate launch`` or ``torchrun``."""
-    return get_int_from_env(["WORLD_SIZE"], 1)
+    return _number("WORLD_SIZE", 1)
 
 
 def is_main_process() -> bool:
     """Whether this process writes the run's folder and speaks; the others only compute."""
-    return get_int_from_env(["RANK"], 0) == 0
+    return _number("RANK", 0) == 0
 
 
 def local_rank() -> int:
     """Which of this machine's accelerators is this process's."""
-    return get_int_from_env(["LOCAL_RANK"], 0)
+    return _number("LOCAL_RANK", 0)
 
 
 Sharding = Literal["none", "optimizer", "everything"]
@@ -48,5 +50,14 @@ def sharding() -> Sharding:
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return "everything"
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        return "everything" if get_int_from_env(["ACCELERATE_DEEPSPEED_ZERO_STAGE"], 2) == 3 else "optimizer"
+        return "everything" if _number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2) == 3 else "optimizer"
     return "none"
+
+
+def _number(name: str, default: int) -> int:
+    try:
+        return int(get_int_from_env([name], default))
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={os.environ[name]!r} in the environment is no number. Start with accelerate launch."
+        ) from error
