@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def sizes(folder: Path) -> dict[str, float]:
     return found
 
 
-def own_tests() -> dict[str, dict[str, int]]:
+def own_tests(_: Path) -> dict[str, dict[str, int]]:
     """How verl's tests of losses and rollout correction end without the plug-in and with it."""
     import verl
 
@@ -133,7 +134,8 @@ def own_tests() -> dict[str, dict[str, int]]:
         return {}
     outcomes = {}
     for name, policy in (("without", "none"), ("with", "tether")):
-        environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy}
+        plain = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+        environment = {**plain, "VERL_USE_EXTERNAL_PLUGINS": policy}
         command = [
             sys.executable,
             "-m",
@@ -153,24 +155,29 @@ def own_tests() -> dict[str, dict[str, int]]:
     return outcomes
 
 
+PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "gradients": gradients,
+    "largest": largest,
+    "half_precision": half_precision,
+    "sizes": sizes,
+    "own_tests": own_tests,
+}
+
+
 def table(record: dict[str, Any]) -> str:
     """The measurements as Markdown."""
-    rows = [
-        f"| gradient against dense float64, {name} | {value:.1e} |"
-        for name, value in record["gradients"].items()
-    ]
-    wide = record["largest"]
-    rows.append(
-        f"| largest tensor of an update, share of [{wide['positions']:,}, {wide['vocabulary']:,}] "
-        f"| {wide['share']:.3f} |"
-    )
-    rows += [
-        f"| bfloat16, {name}, largest | {value:.1e} |" for name, value in record["half_precision"].items()
-    ]
-    rows += [
-        f"| bytes a response token, D = 32, {name} | {value:.0f} |" for name, value in record["sizes"].items()
-    ]
-    for name, outcome in record["own_tests"].items():
+    rows = []
+    for name, value in record.get("gradients", {}).items():
+        rows.append(f"| gradient against dense float64, {name} | {value:.1e} |")
+    if "largest" in record:
+        wide = record["largest"]
+        shape = f"[{wide['positions']:,}, {wide['vocabulary']:,}]"
+        rows.append(f"| largest tensor of an update, share of {shape} | {wide['share']:.3f} |")
+    for name, value in record.get("half_precision", {}).items():
+        rows.append(f"| bfloat16, {name}, largest | {value:.1e} |")
+    for name, value in record.get("sizes", {}).items():
+        rows.append(f"| bytes a response token, D = 32, {name} | {value:.0f} |")
+    for name, outcome in record.get("own_tests", {}).items():
         counts = ", ".join(f"{count} {word}" for word, count in outcome.items())
         rows.append(f"| verl's own tests of losses and rollout correction, {name} the plug-in | {counts} |")
     return "\n".join(["| measured | |", "|---|---|", *rows])
@@ -178,8 +185,11 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure again"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
-    output = parser.parse_args().output
+    arguments = parser.parse_args()
     sys.path[:0] = HELPERS
     import cpu_verl  # noqa: F401
     import torch
@@ -187,26 +197,25 @@ def main() -> None:
     import verl
 
     torch.set_num_threads(1)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    file = arguments.output / "exact.json"
+    record = json.loads(file.read_text()) if file.exists() else {}
+    record |= {
+        "command": "python -m benchmarks.verl_exact",
+        "verl": verl.__version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.distributed.init_process_group(
             "gloo", rank=0, world_size=1, init_method=f"file://{folder}/meeting"
         )
-        record = {
-            "command": "python -m benchmarks.verl_exact",
-            "verl": verl.__version__,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "gradients": gradients(folder),
-            "largest": largest(folder),
-            "half_precision": half_precision(folder),
-            "sizes": sizes(folder),
-            "own_tests": own_tests(),
-        }
+        for part in arguments.parts:
+            record[part] = PARTS[part](folder)
+            file.write_text(json.dumps(record, indent=1) + "\n")
         torch.distributed.destroy_process_group()
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "exact.json").write_text(json.dumps(record, indent=1) + "\n")
-    (output / "exact.md").write_text(table(record) + "\n")
+    (arguments.output / "exact.md").write_text(table(record) + "\n")
     print(table(record))
 
 

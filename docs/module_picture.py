@@ -17,7 +17,9 @@ import networkx as nx
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- made by make picture: begin -->\n", "<!-- made by make picture: end -->\n"
-EVERYWHERE = ("tether", "tether.errors", "tether.names", "tether.settings", "tether.__main__")
+EVERYWHERE = (
+    "tether", "tether.errors", "tether.names", "tether.settings", "tether.signatures", "tether.__main__",
+)  # fmt: skip
 
 #: Package -> its rooms: what is found there, and the modules, of which the first match counts.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -48,7 +50,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "training a motion: train, commands, render": ("episodic*",),
     },
     "integrations": {
-        "TRL: trl_trainer first": ("integrations.trl*", "integrations.*_head", "integrations.packing"),
+        "TRL: trl_trainer first": (
+            *("integrations.trl*", "integrations.*_head", "integrations.packing", "integrations.sampler_check"),
+            *("integrations.lag_metrics", "integrations.vllm*"),
+        ),
         "verl": ("integrations.verl*",),
         "another engine: logits_hooks": ("integrations*",),
     },
@@ -62,6 +67,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "losses": {
         "a loss: one file each": ("losses*",),
         "advantages": ("advantages",),
+        "the network's bound: step_back": ("step_back*",),
     },
     "ops": {"LM heads without logits: linear, trust_region": ("ops*",)},
     "projection": {

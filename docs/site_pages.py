@@ -27,6 +27,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.projection.divergence",
         "tether.projection.certificate",
         "tether.projection.compact",
+        "tether.projection.sampled",
         "tether.settings",
         "tether.projection.tokens",
     ),
@@ -54,6 +55,9 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.integrations.trl_critic",
         "tether.integrations.trl_kl_stop",
         "tether.integrations.trl_step_back",
+        "tether.integrations.trl_sampler",
+        "tether.integrations.trl_lag",
+        "tether.integrations.sampler_check",
         "tether.integrations.loss_options",
     ),
     "Language models": (

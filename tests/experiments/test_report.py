@@ -12,7 +12,8 @@ import pytest
 from tether.errors import CheckpointError
 from tether.experiments import RunData, study_table
 from tether.experiments.report import page as page_module
-from tether.experiments.report.panels import _panel, _specs, bounds
+from tether.experiments.report.lag_panels import lag_panels
+from tether.experiments.report.panels import _panel, _specs, bounds, other_pictures, pictures
 from tether.experiments.report.responses import choose, samples
 from tether.experiments.report.words import compare_settings, mixed_labels
 from tether.experiments.statistics import bootstrap_interval
@@ -436,3 +437,18 @@ def test_a_task_judged_by_another_number_is_shown_without_success(
     assert shown["height"][0] == "height_greedy"
     assert not {"success", "success_greedy"} & set(shown["height"])
     assert {"success", "success_greedy"} < set(shown["success"])
+
+
+def test_what_the_region_does_is_drawn_against_the_age_of_the_data(make_run: WriteRun) -> None:
+    rows = [
+        {"lag_0_kl": 0.1},
+        {"lag_1_kl": 0.2, "lag_1_projected": 0.5},
+        {"lag_1_kl": 0.4, "lag_1_projected": 0.7},
+    ]
+    (run,) = load_runs([make_run("a", rows)])
+    (panel,) = lag_panels([run])  # projected tokens are known at one age only
+    (curve,) = panel.curves["TROLL"]
+    assert curve.x.tolist() == [0, 1]
+    assert curve.y.tolist() == pytest.approx([0.1, 0.3])
+    assert "kl-to-the-sampler-by-lag" in [picture.name for picture in pictures([run])]
+    assert not other_pictures([run])

@@ -70,3 +70,11 @@ def test_a_budget_that_deepspeed_would_not_heed_is_refused(make_trainer: Callabl
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ConfigError, match="DeepSpeed has made it by then"):
         trainer._check_updates_can_stop()
+
+
+@pytest.mark.parametrize("name", ["InsideTrainer", "InsideOptions"])
+def test_its_former_place_says_where_it_is(name: str) -> None:
+    from tether.integrations import trl_inside
+
+    with pytest.raises(ImportError, match="use the keyword kl_stop"):
+        getattr(trl_inside, name)

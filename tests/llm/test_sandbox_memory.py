@@ -13,7 +13,7 @@ from benchmarks.hostile.memory import PROGRAMS
 from benchmarks.hostile.watch import Watch
 from test_sandbox_hostile import EVERY_BACKEND
 
-from tether.llm.sandbox import Backend, Sandbox, cgroup, weigh
+from tether.llm.sandbox import Backend, Sandbox, cgroup, memory_watch
 from tether.llm.sandbox.syscalls import SHARED_MAPPING
 
 BOUND = int(1.25 * MEMORY) + 32 * 2**20
@@ -117,7 +117,7 @@ def test_what_cannot_be_seen_is_stopped_with_the_remedy(
     def closed(init: int) -> int:
         raise PermissionError(13, "Permission denied", f"/proc/{init}/root/tmp")
 
-    monkeypatch.setattr(weigh, "_of_folder", closed)
+    monkeypatch.setattr(memory_watch, "_of_folder", closed)
     done = sandbox.run("import time; time.sleep(60)", time_limit=60)
     assert done.status == "killed"
     assert "--cap-add SYS_PTRACE" in done.detail
@@ -125,8 +125,8 @@ def test_what_cannot_be_seen_is_stopped_with_the_remedy(
 
 def test_processes_of_one_memory_are_told_apart() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
-        assert weigh._same_memory(os.getpid(), os.getpid())
-        assert not weigh._same_memory(os.getpid(), other.pid)
+        assert memory_watch._same_memory(os.getpid(), os.getpid())
+        assert not memory_watch._same_memory(os.getpid(), other.pid)
         other.kill()
 
 
@@ -152,7 +152,7 @@ def test_a_group_ends_all_that_reach_its_memory() -> None:
 
 @handed_down
 def test_memory_is_held_by_the_kernel_without_any_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weigh.Scales, "verdict", lambda self: None)
+    monkeypatch.setattr(memory_watch.MemoryWatch, "verdict", lambda self: None)
     code = "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (60 * 2**20)\ntime.sleep(60)"
     with Sandbox(workers=1, backend="namespaces") as sandbox:
         done = sandbox.run(code, time_limit=60, memory_limit=MEMORY)

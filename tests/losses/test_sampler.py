@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +188,11 @@ def test_what_does_not_go_with_a_sampler_is_refused() -> None:
         project_tokens(new, old, drawn + 1, mask)
     with pytest.raises(InvalidInputError, match="expand to"):
         project_tokens(new, old, drawn, mask, kl_bound=torch.ones(7))
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "other_engines.md").read_text(encoding="utf-8")
+    example = next(block.split("```")[0] for block in page.split("```python\n") if "from_report" in block)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["logits"].grad.abs().sum() > 0

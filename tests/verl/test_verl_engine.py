@@ -83,6 +83,7 @@ def test_gradient_checkpointing_changes_nothing(model: Path) -> None:
 def test_mini_batches_and_epochs_carry_their_distributions_along(model: Path, support: str) -> None:
     """verl's own loop over shuffled mini-batches, against the same updates one by one."""
     rollouts = Rollouts.scripted(8)
+    rollouts.temperature = 1.4
     settings = {"troll_top_k": 8, "troll_support": support}
     loop = make_actor(model, acting(**settings))
     output = loop.train_mini_batch(

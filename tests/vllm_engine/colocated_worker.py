@@ -64,8 +64,9 @@ def _break(trainer: Any, case: str) -> None:
 
 def main(case: str, settings: dict[str, Any], folder: Path, out: Path) -> None:
     """Train, and write down what happened."""
-    if case != "bfloat16":  # TRL has no setting for it, and vLLM rounds float32 models by default
-        vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32")
+    # TRL has no setting for either: vLLM would compile for minutes, and round float32 models.
+    options = {"enforce_eager": True} if case == "bfloat16" else {"enforce_eager": True, "dtype": "float32"}
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **options)
     model, tokenizer = load_model_and_tokenizer("embedded", dtype="float32", device=torch.device("cpu"))
     saved = str(folder / "model")
     model.save_pretrained(saved)

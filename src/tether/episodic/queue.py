@@ -106,8 +106,8 @@ def read_queue(path: Path) -> list[Study]:
 def queue_command(config: CompareConfig) -> Path:
     """Train a queue's studies in order, as far as the minutes go; the page about what there is by now.
 
-    The same command goes on from there. With `results`, what was measured is kept in a table, and the page is
-    about everything in it: also about runs whose folders were lost since.
+    The same command goes on from there. With `results`, what was measured is kept in a table, from which the
+    page is drawn: also of runs whose folders were lost since.
 
     Raises:
         ConfigError: a queue or settings that do not fit, before anything runs; nothing measured yet.

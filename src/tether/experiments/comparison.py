@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.errors import InvalidInputError
-from tether.experiments.cost import Cost, cost_of, cost_table, format_bytes, with_factor
+from tether.experiments.cost import Cost, cost_of, cost_table, format_bytes, plain_table, with_factor
 from tether.experiments.files import atomic_write_json
 from tether.experiments.progress import format_duration
 from tether.experiments.run_data import RunData
@@ -231,32 +231,19 @@ def cells_of(row: Row, metric: str) -> dict[str, str]:
 
 def comparison_tables(metric: str, rows: Sequence[Row], baseline: str | None) -> list[Table]:
     """The rows as tables for a terminal of 80 columns: one for each point of the grid, one of the cost."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     columns = ["method", "seeds", "final", "over training", *(("difference", "verdict") if baseline else ())]
     tables = []
     for point, group in by_point(rows).items():
-        table = Table(
-            title=", ".join(filter(None, (metric.replace("_", " ").capitalize(), point))),
-            caption=_caption(group, baseline),
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
+        title = ", ".join(filter(None, (metric.replace("_", " ").capitalize(), point)))
+        table = plain_table(title, _caption(group, baseline))
         for name in columns:
             text = name in ("method", "verdict")
-            heading = name.replace(" ", "\n")
-            width = 12 if name == "method" else None
             table.add_column(
-                heading,
-                justify="left" if text else "right",
-                no_wrap=not text,
-                overflow="fold",
-                min_width=width,
-            )
+                name.replace(" ", "\n"), justify="left" if text else "right", no_wrap=not text,
+                overflow="fold", min_width=12 if name == "method" else None,
+            )  # fmt: skip
         for row in group:
             table.add_row(*(Text(part) for part in _terminal_cells(row, metric, columns)))
         tables.append(table)

@@ -70,22 +70,13 @@ def cost_of(runs: Sequence[RunData], baseline: Sequence[RunData] | None) -> Cost
 
 def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | None:
     """One line a method: time, processor time and memory of a step, and as multiples of the baseline's."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     every = [cost for group in costs.values() for cost in group]
     columns = [column for column in _COLUMNS if any(column.ratio(cost) is not None for cost in every)]
     if not columns:
         return None
-    table = Table(
-        title="Cost of a step",
-        caption=_caption(every, baseline, points=max(map(len, costs.values()))),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = plain_table("Cost of a step", _caption(every, baseline, points=max(map(len, costs.values()))))
     table.add_column("method", overflow="fold", min_width=12)
     for column in columns:
         table.add_column(column.heading, justify="right")
@@ -98,6 +89,17 @@ def cost_table(costs: Mapping[str, Sequence[Cost]], baseline: str) -> Table | No
             cells.append("1" if method == baseline else _factor(ratios))
         table.add_row(Text(method), *cells)
     return table
+
+
+def plain_table(title: str, caption: str) -> Table:
+    """A table without columns yet, of few lines, for a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left",
+        box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
 
 
 def with_factor(text: str, ratio: float | None) -> str:

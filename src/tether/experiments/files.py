@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, JSON that keeps NaN and infinity, and locked folders."""
+"""Atomic files, JSON that keeps NaN and infinity, and locks on folders."""
 
 from __future__ import annotations
 

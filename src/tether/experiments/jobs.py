@@ -121,7 +121,7 @@ _Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 
 class _Queue:
-    """What waits, what runs, and what came of the rest."""
+    """Jobs that wait, run or have ended."""
 
     def __init__(
         self,

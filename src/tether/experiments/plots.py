@@ -242,7 +242,7 @@ def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
 
 @contextmanager
 def house_style(theme: Theme = "light") -> Iterator[None]:
-    """Matplotlib set to the house style inside a ``with``; what was set before comes back afterwards."""
+    """Matplotlib in this package's style inside a ``with``; what was set before comes back afterwards."""
     try:
         import matplotlib
     except ImportError as error:

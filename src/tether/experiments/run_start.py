@@ -1,4 +1,4 @@
-"""What a run begins with: a seed, a folder nothing stands in the way of; and where runs are."""
+"""Starting or resuming a run in a folder: its seed, what prevents it, its numbers; and finding runs."""
 
 from __future__ import annotations
 

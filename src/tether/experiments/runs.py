@@ -29,13 +29,7 @@ from tether.experiments.files import (
     write_all,
 )
 from tether.experiments.peak_memory import peak_at_end
-from tether.experiments.run_config import (
-    CONFIG_FILE,
-    RunConfig,
-    installed_versions,
-    now,
-    read_config,
-)
+from tether.experiments.run_config import CONFIG_FILE, RunConfig, installed_versions, now, read_config
 from tether.experiments.run_start import (
     FINISHED_FILE,
     as_number,

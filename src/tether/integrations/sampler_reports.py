@@ -105,15 +105,15 @@ def collect(
     own, least = np.zeros(shape, dtype=np.float32), np.full(shape, -np.inf, dtype=np.float32)
     known = np.zeros(shape, dtype=bool)
     for sequence, values in enumerate(reported):
-        own[sequence, : len(values)] = values
         start = 0
-        for block, same in itertools.groupby(values, _block_of):  # a turn each
-            rows = [getattr(value, "row", 0) for value in same]
-            tokens = (sequence, slice(start, start + len(rows)))
-            start += len(rows)
+        for block, turn in itertools.groupby(values, _block_of):
+            same = list(turn)
+            tokens = (sequence, slice(start, start + len(same)))
+            start += len(same)
             if block is None:
                 continue
-            known[tokens] = True
+            rows = [value.row for value in same if isinstance(value, Reported)]
+            known[tokens], own[tokens] = True, same
             ids[tokens][:, : block.ids.shape[1]] = block.ids[rows]
             log_probs[tokens][:, : block.ids.shape[1]] = block.log_probs[rows]
             if block.least is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.trl_resume import ResumableTrainer
 from tether.names import look_up
 from tether.signatures import check_known, options_of, places_of
-
-if TYPE_CHECKING:
-    from tether.integrations.trl_critic import CriticOptions
 
 # What a function from rewards to advantages may ask for, by the names of its parameters.
 _AVAILABLE = ("rewards", "group_ids", "response_mask", "token_rewards")
@@ -123,7 +120,7 @@ class FromRewards(Estimator):
 
 
 class EstimatorTrainer(ResumableTrainer):
-    """`GRPOTrainer` whose advantages come from an estimator, if it is given one.
+    """`GRPOTrainer` whose advantages come from an estimator, if it is given one: a name, or what starts one.
 
     The estimator sees the rewards of all processes, weighted by `reward_weights` and added up; TRL's
     `scale_rewards` and `multi_objective_aggregation` would have no effect and are refused.
@@ -139,7 +136,7 @@ class EstimatorTrainer(ResumableTrainer):
         reward_funcs: Any = None,
         args: Any = None,
         *rest: Any,
-        estimator: Estimator | CriticOptions | str | None = None,
+        estimator: Any = None,
         **kwargs: Any,
     ) -> None:
         self._estimator_settings = FromRewards(estimator) if isinstance(estimator, str) else estimator

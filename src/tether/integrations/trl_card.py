@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
 
-import tether
 from tether.experiments.files import atomic_write_text
 
 #: As TRL's trainers keep it.
@@ -28,5 +28,5 @@ _VERSIONS = "### Framework versions\n\n"
 def name_tether(card: Path) -> None:
     """Add Tether's version to those that TRL's card lists."""
     text = card.read_text(encoding="utf-8")
-    named = text.replace(_VERSIONS, f"{_VERSIONS}- Tether: {tether.__version__}\n", 1)
+    named = text.replace(_VERSIONS, f"{_VERSIONS}- Tether: {version('tether-rl')}\n", 1)
     atomic_write_text(card, named)

@@ -7,6 +7,7 @@ likeliest ids besides, and the records follow their tokens through TRL's lists (
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, get_args
 
@@ -155,7 +156,10 @@ class ReportingTrainer(LaggedTrainer):
         own = torch.zeros(input_ids.shape[0], tokens, device=input_ids.device)
         assert self._reported is not None
         for row, values in zip(own, self._reported, strict=True):
-            row[: len(values)] = torch.tensor(values, device=row.device)
+            numbers = [
+                math.nan if value is None else value for value in values
+            ]  # TRL's mark of a missing one
+            row[: len(values)] = torch.tensor(numbers, device=row.device)
         return own
 
     def _lag(self, inputs: dict[str, Any]) -> Tensor:

@@ -154,7 +154,7 @@ def _add_scores(
 
 
 def _seed(seed: int, name: str, start: int) -> int:
-    """Random numbers of a batch: the same whatever was asked before it, or in which attempt."""
+    """The seed of a batch, which depends on nothing that was asked before it."""
     digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 

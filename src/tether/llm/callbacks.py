@@ -106,8 +106,8 @@ class MetricsCallback(TrainerCallback):
 class EvaluationCallback(TrainerCallback):
     """Measure success on held-out problems before, during and after training.
 
-    Of several processes each measures all of it, with the same random numbers: sharded models need every
-    process in every pass, and whoever waited would be no faster. One writes.
+    Every process evaluates all problems with the same random numbers, since a sharded model needs all of them
+    in each forward pass. The first one writes.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ from torch import Tensor
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.tokens import check_at_least, check_share, read_tokens, weighted_log_likelihood
-from tether.projection.tokens import masked_max, masked_mean
 
 # The quantile of a response's divergences that its budget is read from (eq. 22).
 _QUANTILE = 0.9
@@ -88,10 +87,7 @@ def cppo(
         loss_agg_mode,
         max_response_length=max_response_length,
     )
-    metrics = tokens.metrics(ratio, too_far)
-    metrics["divergence_mean"] = masked_mean(distance, response_mask)
-    metrics["divergence_max"] = masked_max(distance, response_mask)
-    return PolicyLoss(loss, metrics)
+    return PolicyLoss(loss, tokens.metrics(ratio, too_far, distance))
 
 
 def _position_weights(response_mask: Tensor, last_weight: float) -> Tensor:

@@ -14,7 +14,6 @@ from tether.losses.base import PolicyLoss, looks_at_distributions_if
 from tether.losses.divergences import Distribution, outcomes, total_variation
 from tether.losses.tokens import Tokens, check_at_least, read_tokens, weighted_log_likelihood
 from tether.projection import kl_categorical
-from tether.projection.tokens import masked_max, masked_mean
 
 Divergence = Literal["binary-tv", "binary-kl", "top-k-tv", "top-k-kl"]
 
@@ -99,10 +98,7 @@ def dppo(
         loss_agg_mode,
         max_response_length=max_response_length,
     )
-    metrics = tokens.metrics(ratio, too_far)
-    metrics["divergence_mean"] = masked_mean(distance, response_mask)
-    metrics["divergence_max"] = masked_max(distance, response_mask)
-    return PolicyLoss(loss, metrics)
+    return PolicyLoss(loss, tokens.metrics(ratio, too_far, distance))
 
 
 def _bounds(divergence: Divergence, low: float | None, high: float | None) -> tuple[float, float]:

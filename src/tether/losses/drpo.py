@@ -7,7 +7,6 @@ from torch import Tensor
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.tokens import check_at_least, read_tokens
-from tether.projection.tokens import masked_mean
 
 
 def drpo(
@@ -35,8 +34,8 @@ def drpo(
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
 
     Returns:
-        The loss, and metrics `divergence_mean` (of |p - q|), `ratio_mean`, `ratio_max` and `clipped`
-        (fraction of tokens that are pulled back).
+        The loss, and metrics `divergence_mean`, `divergence_max` (of |p - q|), `ratio_mean`, `ratio_max` and
+        `clipped` (fraction of tokens that are pulled back).
 
     Raises:
         InvalidInputError: shapes that do not fit, or a bound that is not positive.
@@ -64,6 +63,5 @@ def drpo(
         max_response_length=max_response_length,
     )
     distance = tokens.probability_change
-    metrics = tokens.metrics(ratio, tokens.moves_away & (distance > probability_bound))
-    metrics["divergence_mean"] = masked_mean(distance, response_mask)
-    return PolicyLoss(loss, metrics)
+    turned = tokens.moves_away & (distance > probability_bound)
+    return PolicyLoss(loss, tokens.metrics(ratio, turned, distance))

@@ -8,7 +8,6 @@ from torch import Tensor
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.tokens import check_at_least, read_tokens, weighted_log_likelihood
-from tether.projection.tokens import masked_max, masked_mean
 
 
 def ipo(
@@ -66,7 +65,4 @@ def ipo(
     if kl_coef:
         token_loss = token_loss + kl_coef * tokens.log_ratio.square()
     loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
-    metrics = tokens.metrics(ratio, too_far)
-    metrics["divergence_mean"] = masked_mean(distance, response_mask)
-    metrics["divergence_max"] = masked_max(distance, response_mask)
-    return PolicyLoss(loss, metrics)
+    return PolicyLoss(loss, tokens.metrics(ratio, too_far, distance))

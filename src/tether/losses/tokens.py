@@ -49,14 +49,20 @@ class Tokens:
         """|new - old| of each sampled token's probability: total variation of "this token or another"."""
         return (self.log_probs.detach().exp() - self.old_log_probs.exp()).abs()
 
-    def metrics(self, ratio: Tensor, acted: Tensor | None = None) -> dict[str, Tensor]:
-        """`ratio_mean`, `ratio_max` and, where a rule acted on some tokens, their share `clipped`."""
+    def metrics(
+        self, ratio: Tensor, acted: Tensor | None = None, distance: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """`ratio_mean`, `ratio_max`; where a rule acted on some tokens, their share `clipped`; and
+        `divergence_mean` and `divergence_max` where a token's distance from the old policy is known."""
         metrics = {
             "ratio_mean": masked_mean(ratio.detach(), self.mask),
             "ratio_max": masked_max(ratio.detach(), self.mask),
         }
         if acted is not None:
             metrics["clipped"] = masked_mean(acted.to(ratio.dtype), self.mask)
+        if distance is not None:
+            metrics["divergence_mean"] = masked_mean(distance, self.mask)
+            metrics["divergence_max"] = masked_max(distance, self.mask)
         return metrics
 
 

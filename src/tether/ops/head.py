@@ -126,7 +126,9 @@ class HeadGradients:
         needs_hidden, needs_weight, needs_bias = needed
         self._inputs = hidden, weight, bias
         self.hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if needs_hidden else None
-        self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs_weight else None
+        # Not zeroed before it is first written: it is as large as the head.
+        self.weight = weight.new_empty(weight.shape, dtype=dtype) if needs_weight else None
+        self._written = False
         self.bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
 
     def add(self, rows: Any, grad: Tensor) -> None:
@@ -135,12 +137,23 @@ class HeadGradients:
         if self.hidden is not None:
             self.hidden[rows] = times_weight(grad, weight, self.hidden.dtype)
         if self.weight is not None:
-            add_weight_gradient(self.weight, grad, hidden[rows])
+            self._add_weight(self.weight, grad, hidden[rows])
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
 
+    def _add_weight(self, total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+        if self._written:
+            add_weight_gradient(total, grad, hidden)
+        elif grad.dtype == total.dtype:
+            torch.mm(grad.t(), hidden.to(total.dtype), out=total)
+        else:
+            add_weight_gradient(total.zero_(), grad, hidden)
+        self._written = True
+
     def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the precision of what they belong to; None for what needs none."""
+        if self.weight is not None and not self._written:
+            self.weight.zero_()
         hidden, weight, bias = (
             None if total is None or value is None else total.to(value.dtype)
             for total, value in zip((self.hidden, self.weight, self.bias), self._inputs, strict=True)

@@ -15,10 +15,14 @@ WORKSPACE_ELEMENTS = 1 << 24
 ACCELERATOR_ROWS = 1 << 10
 
 
-def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int) -> int:
+def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int, *, share: int = 1) -> int:
     """As few blocks as the workspace allows, all of about one size: a last block of one row costs a pass over
-    the whole head."""
-    most = max(1, WORKSPACE_ELEMENTS // vocabulary)
+    the whole head.
+
+    Args:
+        share: take one so manieth part of the workspace.
+    """
+    most = max(1, WORKSPACE_ELEMENTS // (share * vocabulary))
     most = most if may_ask(hidden) else max(most, ACCELERATOR_ROWS)
     blocks = max(1, -(-tokens // most))
     return -(-tokens // blocks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
+from tether.experiments.report.lag_panels import is_by_lag, lag_panels
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData, by_label
 from tether.experiments.run_kind import PanelSpec, Source
@@ -37,6 +38,7 @@ class Picture:
 
 _NOT_METRICS = {"step", "time_s", "problems"}
 _PANELS_A_PICTURE = 12
+_OF_LAGS = "Means over training, by how many optimiser steps old the policy was that sampled a token."
 
 
 def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) -> list[Picture]:
@@ -46,9 +48,15 @@ def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) 
         panel = _panel(runs, spec, background)
         if panel is not None:
             name = f"{'eval-' if spec.source == 'eval' else ''}{spec.metric}"
-            figures = {theme: curves_figure(panel, theme) for theme in THEMES}
-            made.append(_picture(name, spec.title, spec.caption, figures))
+            made.append(_picture(name, spec.title, spec.caption, _of_panel(panel)))
+    for panel in lag_panels(runs, background):
+        made.append(_picture(panel.title.lower().replace(" ", "-").replace(",", ""), panel.title, _OF_LAGS,
+                             _of_panel(panel)))  # fmt: skip
     return made + _time_split(runs)
+
+
+def _of_panel(panel: Panel) -> dict[Theme, Figure]:
+    return {theme: curves_figure(panel, theme) for theme in THEMES}
 
 
 def other_pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) -> list[Picture]:
@@ -57,7 +65,8 @@ def other_pictures(runs: Sequence[RunData], background: frozenset[str] = frozens
     shown |= {("train", name) for name in runs[0].kind.time_parts}
     named: set[tuple[Source, str]] = {("train", name) for run in runs for name in run.names}
     named |= {("eval", name) for run in runs for name in run.eval_names}
-    left = sorted(pair for pair in named - shown if pair[1] not in _NOT_METRICS | {runs[0].kind.x_metric})
+    unwanted = _NOT_METRICS | {runs[0].kind.x_metric}
+    left = sorted(pair for pair in named - shown if pair[1] not in unwanted and not is_by_lag(pair[1]))
     panels = []
     for source, name in left:
         title = name if source == "train" else f"{name} (evaluation)"

@@ -89,6 +89,7 @@ class TROLLEngineMixin:
         """All micro-batches of a batch; where TROLL asked for them, with what its view needs to see."""
         watched: AbstractContextManager[Any] = nullcontext()
         if isinstance(loss_function, RecordOldPolicy | TROLLLoss):
+            data = data.copy()  # so that what the seam says is not said of the batch afterwards
             tu.assign_non_tensor(data, **loss_function.view.seam)
             watched = loss_function.view.watching()
         with watched:

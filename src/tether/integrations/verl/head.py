@@ -78,8 +78,10 @@ class HiddenStatesHead:
         handed, weight = self._handed, self._weight
         self._handed = None
         if handed is None or weight is None:
-            raise ConfigError(f"The model's forward pass never called its LM head, whose input the exact "
-                              f"trust region needs. Set {USE_BUCKET}.")  # fmt: skip
+            raise ConfigError(
+                "The model's forward pass never called its LM head, whose input the exact trust region "
+                f"needs. Set {USE_BUCKET}."
+            )
         if handed.shape[0] > 1:
             width = torch.arange(handed.shape[1], device=handed.device)
             handed = handed[width < lengths.to(handed.device)[:, None]]

@@ -10,6 +10,7 @@ Under exact support what arrives as logits are hidden states (`head.py`); `views
 from __future__ import annotations
 
 import contextvars
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -225,9 +226,10 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
     mask = data["response_mask"].to_padded_tensor(0).to(tokens.kl.dtype)
     ratio = troll_objective(tokens, mask, mask, ratio_level=settings.troll_ratio).ratio.detach()
     share = data["dp_size"] / max(1, data["batch_num_tokens"])
+    after = None if math.isinf(settings.troll_kl_bound) else tokens.projected_kl
     means = {
         "kl_mean": tokens.kl,
-        "kl_projected_mean": tokens.projected_kl,
+        "kl_projected_mean": after,
         "projected": tokens.projected,
         "regression": tokens.regression.detach(),
         "tail_mass": tokens.tail_mass,
@@ -240,7 +242,7 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
         for name, value in means.items()
         if value is not None
     }
-    maxima = {"kl_max": tokens.kl, "kl_projected_max": tokens.projected_kl, "ratio_max": ratio}
+    maxima = {"kl_max": tokens.kl, "kl_projected_max": after, "ratio_max": ratio}
     for name, value in maxima.items():
         if value is not None:
             result[f"actor/troll/{name}"] = Metric(AggregationType.MAX, masked_max(value, mask))

@@ -12,8 +12,8 @@ import time
 from typing import IO
 
 from tether.errors import SandboxError
+from tether.llm.sandbox.memory_watch import MemoryWatch, first_child
 from tether.llm.sandbox.programs import Execution, Program, Status
-from tether.llm.sandbox.weigh import Scales, first_child
 
 _TICK = 0.02
 _LAUNCH_SECONDS = 60.0
@@ -46,7 +46,7 @@ class Supervisor:
         self._stop = stop
         self._outputs = {"status": bytearray(), "stdout": bytearray(), "stderr": bytearray()}
         self._input = memoryview(program.stdin.encode("utf-8", "surrogatepass"))
-        self._scales = Scales(process.pid, program.memory_limit)
+        self._memory = MemoryWatch(process.pid, program.memory_limit)
         self._started: float | None = None
         self._verdict: tuple[Status, str] | None = None
         self._selector = selectors.DefaultSelector()
@@ -99,7 +99,7 @@ class Supervisor:
                 self._verdict = ("timeout", f"it ran longer than {self._program.time_limit:g} s")
             elif now >= next_look:
                 next_look = now + _TICK
-                self._weigh()
+                self._check_memory()
 
     def _move(self, key: selectors.SelectorKey) -> None:
         """Write or read as much as one stream takes or has at once; leave it when it is closed."""
@@ -139,10 +139,10 @@ class Supervisor:
             self._verdict = ("killed", f"it wrote more than {self._output_limit} bytes to {name}")
         return bool(chunk)
 
-    def _weigh(self) -> None:
+    def _check_memory(self) -> None:
         """Stop the program when it holds more memory than it may."""
         try:
-            over = self._scales.verdict()
+            over = self._memory.verdict()
         except PermissionError as error:
             self._verdict = ("killed", f"its memory could not be seen ({error}). {_SEEING}")
             return

@@ -14,7 +14,7 @@ from typing import Any
 from tether.errors import MissingDependencyError
 
 # Everything else does not exist for a program (ENOSYS), calls that kernels will learn one day included. What
-# is missing opens a way to other processes, holds memory that `weigh` cannot see, or is a common part of
+# is missing opens a way to other processes, holds memory that `memory_watch` cannot see, or is often used in
 # exploits. The C library and Python do without: asyncio, for one, waits with poll where there is no epoll.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "files": (
@@ -128,8 +128,8 @@ def _allow_some(rules: Any, seccomp: Any) -> None:
     threads = _CLONE_THREAD | _CLONE_FILES
     rules.add_rule(seccomp.ALLOW, "clone", bits(0, _NAMESPACES | threads, threads))
     rules.add_rule(seccomp.ALLOW, "close_range", bits(2, _CLOSE_RANGE_UNSHARE, 0))
-    # Private memory, or a file's. What is shared and of no file outlives most of its mapping, unseen: `weigh`
-    # counts each such mapping, however small, as the largest that may be made.
+    # Private memory, or a file's. What is shared and of no file outlives most of its mapping, unseen:
+    # `memory_watch` counts each such mapping, however small, as the largest that may be made.
     shared = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
     rules.add_rule(seccomp.ALLOW, "mmap", bits(3, _MAP_HUGETLB | mmap.MAP_SHARED, 0))
     rules.add_rule(seccomp.ALLOW, "mmap", bits(3, _MAP_HUGETLB | mmap.MAP_ANONYMOUS, 0))

@@ -45,8 +45,8 @@ _TABLES = re.compile(rb"^VmPTE:\s+(\d+) kB$", re.MULTILINE)
 _PROPORTIONAL = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB$", re.MULTILINE)
 
 
-class Scales:
-    """Look, as often as asked, whether a program holds more memory than it may."""
+class MemoryWatch:
+    """Check, as often as asked, whether a program holds more memory than its limit."""
 
     def __init__(self, launcher: int, limit: int) -> None:
         self._launcher = launcher

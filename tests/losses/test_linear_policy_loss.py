@@ -19,12 +19,13 @@ from tether.losses import (
     aggregate,
     cispo,
     gspo,
+    linear,
     linear_policy_loss,
     ppo_clip,
     project_tokens,
     troll_objective,
 )
-from tether.ops import HiddenStates, head, linear_log_probs, memory
+from tether.ops import HiddenStates, head, linear_log_probs, memory, one_pass
 from tether.ops.head import Head
 from tether.projection import SparseLogProbs
 
@@ -216,6 +217,26 @@ def test_gradients_equal_dense_rows_in_float64(old: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("name", HEADS)
+def test_the_kernels_give_the_same(name: str) -> None:
+    pytest.importorskip("triton", reason="the Triton path needs the package", exc_type=ImportError)
+    if torch.cuda.is_available():
+        pytest.skip("tests/ops/test_linear_triton.py runs the kernels on the device")
+    batch = Batch(name=name)
+    objective = of_sampled(ppo_clip, batch)
+    assert_same(batch.run(objective, backend="triton"), batch.run(objective, backend="torch"))
+
+
+def test_an_accelerators_branches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No questions asked: rows without gradient stay, the check of the slopes is an assertion."""
+    batch = Batch()
+    expected = batch.run(of_sampled(ppo_clip, batch))
+    monkeypatch.setattr(one_pass, "may_ask", lambda _: False)
+    monkeypatch.setattr(linear, "may_ask", lambda _: False)
+    assert_same(batch.run(of_sampled(ppo_clip, batch)), expected)
+
+
 def test_the_gradient_scales_with_what_arrives_and_is_handed_on_once() -> None:
     batch = Batch()
     objective = of_sampled(ppo_clip, batch)
@@ -232,7 +253,7 @@ def test_a_frozen_head_costs_no_product_and_gets_no_gradient(monkeypatch: pytest
     batch = Batch()
     for leaf in batch.leaves[1:]:
         leaf.requires_grad_(False)
-    monkeypatch.setattr(head, "add_weight_gradient", None)
+    monkeypatch.setattr(head.HeadGradients, "_add_weight", None)
     result = linear_policy_loss(of_sampled(ppo_clip, batch), batch.new, batch.ids, MASK)
     result.loss.backward()
     assert batch.leaves[0].grad is not None

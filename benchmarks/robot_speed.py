@@ -1,0 +1,166 @@
+"""How long do the published budgets take? Iterations of each robot task, sampling and update apart.
+
+    python benchmarks/robot_speed.py
+    python benchmarks/robot_speed.py --against ../before --rounds 3
+
+With --against, a folder with another version of the repository, both are measured in turn on the same
+settings (the published ones in float32, with a critic on every fifth state) and motions. The motions are
+small and smooth, so that no version refuses one.
+
+On a machine that others use as well the wall clock tells nothing. Beside it stands the processor time: that
+of the simulators shared among two cores, and that of learning afterwards on one; their sum is what an
+iteration takes on two cores with nothing else to do, or a little more, since processes that share caches are
+slower.
+Written to benchmarks/results/robots/speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "robots" / "speed.json"
+CORES = 2
+
+# Task: preset, environment before it was renamed, options of that, iterations of the budget, bar in hours.
+CASES: dict[str, tuple[str, str, dict[str, Any], int, float]] = {
+    "Meta-World, 20M steps": ("metaworld-paper:button-press-v3", "", {}, 2500, 40 / 60),
+    "Box Pushing dense, 50M steps": (
+        "box-pushing-dense-paper", "tether/BoxPushingDense-v0", {"random_init": True}, 3290, 3.5,
+    ),
+    "Table Tennis, 12,000 iterations": ("table-tennis-paper", "", {}, 12_000, 5.0),
+    "Hopper Jump sparse, 3.5M steps": ("hopper-jump-sparse-paper", "", {}, 219, 5 / 60),
+}  # fmt: skip
+
+
+def processor_seconds(pids: list[int]) -> float:
+    """What processes have used so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(case: str, iterations: int) -> list[dict[str, float]]:
+    """Seconds of some iterations of the package that is on the path."""
+    import numpy as np
+    import torch
+
+    from tether.episodic.algorithms import build_learner
+    from tether.episodic.presets import preset
+    from tether.episodic.sampler import EpisodeSampler
+
+    torch.set_num_threads(int(os.environ.get("LEARNER_THREADS", "1")))
+    name, env_id, options, *_ = CASES[case]
+    config: Any = preset(name)
+    config = replace(config, precision="float32", critic=replace(config.critic, state_stride=5))
+    env_id, options = (env_id, options) if env_id else (config.env_id, {})
+    rows = []
+    with EpisodeSampler(env_id, CORES, 0, options) as sampler:
+        config = replace(config, env_id=env_id, env_options=options)
+        learner: Any = build_learner(config, sampler.spec)
+        pids = [process.pid for process in sampler._backend._processes]  # type: ignore[union-attr]
+        swing = np.sin(np.pi * np.linspace(0, 1, sampler.spec.horizon))[None, :, None] ** 2
+        for iteration in range(iterations + 1):
+            reach = np.random.default_rng(iteration).normal(
+                0, 0.05, (config.episodes, 1, sampler.spec.num_dof)
+            )
+            used, began = processor_seconds(pids), time.perf_counter()
+            starts = sampler.reset(config.episodes)
+            positions = starts.positions[:, None] + reach * swing
+            episodes = sampler.execute(positions, np.gradient(positions, sampler.spec.dt, axis=1))
+            sampled, simulated = time.perf_counter(), processor_seconds(pids) - used
+            own = time.process_time()
+            learner.observe(learner.act(starts), episodes)
+            learner.update(0.0)
+            rows.append({
+                "steps": float(episodes.env_steps),
+                "sampling_seconds": sampled - began,
+                "update_seconds": time.perf_counter() - sampled,
+                "sampling_processor_seconds": simulated,
+                "update_processor_seconds": time.process_time() - own,
+            })  # fmt: skip
+    return rows[1:]
+
+
+def in_tree(tree: Path, case: str, iterations: int, threads: int) -> list[dict[str, float]]:
+    """`measure` with the package of a tree."""
+    command = [sys.executable, __file__, "--measure", case, "--iterations", str(iterations)]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LEARNER_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{tree}: {case} failed.\n{done.stderr[-2000:]}")
+    rows: list[dict[str, float]] = json.loads(done.stdout)
+    return rows
+
+
+def summary(case: str, rows: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of an iteration, and what the budget takes."""
+    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    *_, iterations, bar = CASES[case]
+    iteration = found["sampling_processor_seconds"] / CORES + found["update_processor_seconds"]
+    return found | {
+        "steps_a_second_on_quiet_cores": found["steps"] / iteration,
+        "hours_on_quiet_cores": iterations * iteration / 3600,
+        "hours_by_the_wall_clock": iterations
+        * (found["sampling_seconds"] + found["update_seconds"]) / 3600,
+        "bar_hours": bar,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, help="folder with another version of the repository")
+    parser.add_argument("--iterations", type=int, default=3, help="of each case in a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of learning; more show in the wall clock")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        sys.stdout.write(json.dumps(measure(options.measure, options.iterations)))
+        return
+    trees = {"now": ROOT} | ({"before": options.against.resolve()} if options.against else {})
+    cases: dict[str, Any] = {}
+    for case in options.only:
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+        for _ in range(options.rounds):
+            for name, tree in trees.items():
+                rows[name] += in_tree(tree, case, options.iterations, options.threads)
+        cases[case] = {name: summary(case, found) for name, found in rows.items()}
+        for name, found in cases[case].items():
+            print(
+                f"{case}, {name}: sampling {found['sampling_processor_seconds']:.2f} s and update "
+                f"{found['update_processor_seconds']:.2f} s of processor time an iteration, "
+                f"{found['steps_a_second_on_quiet_cores']:.0f} steps/s, "
+                f"{found['hours_on_quiet_cores']:.2f} h (bar {found['bar_hours']:.2f} h, "
+                f"wall clock here {found['hours_by_the_wall_clock']:.2f} h)",
+                flush=True,
+            )
+    if RESULTS.exists():
+        cases = json.loads(RESULTS.read_text())["cases"] | cases
+    record = {
+        "command": f"python benchmarks/robot_speed.py --rounds {options.rounds} --threads {options.threads}",
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg(),
+        "cases": cases,
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
