@@ -20,6 +20,7 @@ from benchmarks.smollm2_cost import word_problems
 
 from tether.llm.config import TrainConfig
 from tether.llm.train import train
+from tether.settings import TROLLSettings
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
@@ -37,7 +38,7 @@ _FIRST_UPDATE_BAR = 0.1
 def run(plan: Plan) -> list[Figure]:
     """TROLL against the clip on the same work."""
     model = _model(plan)
-    lines = {region: _train(plan, model, trust_region=region) for region in ("clip", "troll")}
+    lines = {region: _train(plan, model, method=region) for region in ("clip", "troll")}
     steps = plan.training["steps"]
     figures = [*_completed(lines["clip"], steps, "clip: "), *_completed(lines["troll"], steps, "TROLL: ")]
     figures += _inside(plan, lines["troll"])
@@ -61,7 +62,7 @@ def run_with_vllm(plan: Plan) -> list[Figure]:
     if not plan.dry and importlib.util.find_spec("vllm") is None:
         raise NotHere("vLLM is not installed: pip install vllm, of a version that TRL 1.16 takes.")
     rollouts = "transformers" if plan.dry else "vllm"
-    lines = _train(plan, _model(plan), trust_region="troll", rollouts=rollouts, steps=plan.vllm_steps)
+    lines = _train(plan, _model(plan), method="troll", rollouts=rollouts, steps=plan.vllm_steps)
     return [*_completed(lines, plan.vllm_steps), *_inside(plan, lines)]
 
 
@@ -71,7 +72,7 @@ def _completed(lines: list[dict[str, Any]], steps: int, whose: str = "") -> Iter
 
 
 def _inside(plan: Plan, lines: list[dict[str, Any]]) -> list[Figure]:
-    bound = TrainConfig().kl_bound
+    bound = TROLLSettings.kl_bound
     updates = plan.training["updates_per_rollout"]
     return [
         Figure(

@@ -154,14 +154,17 @@ def logits_bytes(vocabulary: int, itemsize: int = HALF) -> int:
 # ------------------------------------------------------------------------------ what the head costs
 
 
-def head_products(support: str, uncertain: float = 0.0, projected: float = 0.0) -> float:
+def head_products(
+    support: str, uncertain: float = 0.0, projected: float = 0.0, *, one_pass: bool = False
+) -> float:
     """Products of a token with the LM head in an update, on an accelerator.
 
     Forward one, backward the same once more (logits are not kept) and one each for the gradients of hidden
     states and head. Exact support adds the old logits: forward of tokens that no certificate clears, backward
-    of those that are projected.
+    of those that are projected. In one pass (`tether.losses.linear_policy_loss`) nothing is formed again.
     """
-    return 4 + (uncertain + projected if support == "exact" else 0)
+    old = uncertain + (0 if one_pass else projected)
+    return (3 if one_pass else 4) + (old if support == "exact" else 0)
 
 
 # ------------------------------------------------------------------------------ what collectives move

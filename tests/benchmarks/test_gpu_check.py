@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.bench.sections import SECTIONS
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check.outcome import Figure, NotHere, Outcome, page
 from benchmarks.gpu_check.pieces import PIECES, Piece
 from benchmarks.gpu_check.plan import Plan, make_plan
+
+from tether.llm.config import TrainConfig
 
 
 def test_the_dry_run_goes_through_every_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,3 +128,6 @@ def test_on_a_gpu_all_pieces_together_take_less_than_half_an_hour() -> None:
     assert sum(piece.minutes for piece in PIECES.values()) < 30
     assert plan.bench_seconds < 60 * PIECES["bench"].minutes
     assert plan.training["steps"] == 20
+    for method in ("troll", "clip"):  # which refuses what cannot be trained
+        TrainConfig(**plan.training, method=method, rollouts="vllm", eval_every=0, save_every=0)
+    assert set(plan.bench) <= set(SECTIONS)

@@ -24,7 +24,9 @@ from transformers import (
 )
 
 from pretend_gpu import PretendGPU
+from tether.losses import PolicyLoss, linear_policy_loss
 from tether.ops import linear_log_probs, linear_trust_region
+from tether.ops.hidden_states import HiddenStates
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 N, D, V = 12, 8, 40
@@ -131,6 +133,22 @@ def test_an_update_multiplies_with_the_head_as_often_as_the_page_counts(
     assert shares[0] >= uncertain
     assert shares[1] == projected
     assert exact.products == pytest.approx(head_products("exact", *shares))
+
+
+@pytest.mark.parametrize("support", ["bucket", "exact"])
+def test_in_one_pass_nothing_is_multiplied_again(support: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, old, weight = (torch.randn(1, size, D, generator=generator) for size in (N, N, V))
+    sampled = torch.randint(V, (1, N), generator=generator)
+    with PretendGPU() as gpu, _HeadProducts() as counter:
+        new = HiddenStates(gpu.put(hidden.requires_grad_()), gpu.put(weight[0].requires_grad_()))
+        result = linear_policy_loss(
+            lambda tokens: PolicyLoss(tokens.projected_log_probs.mean(), {}),
+            new, gpu.put(sampled), gpu.put(torch.ones(1, N)),
+            old=HiddenStates(gpu.put((hidden + 3 * old).detach())) if support == "exact" else None,
+        )  # fmt: skip
+        result.loss.backward()
+    assert counter.products == head_products(support, 1.0, 1.0, one_pass=True)
 
 
 def test_a_record_takes_as_many_bytes_as_were_measured() -> None:
