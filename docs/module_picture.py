@@ -51,8 +51,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "integrations": {
         "TRL: trl_trainer first": (
-            *("integrations.trl*", "integrations.*_head", "integrations.packing", "integrations.sampler_check"),
-            *("integrations.lag_metrics", "integrations.vllm*"),
+            *("integrations.trl*", "integrations.*_head", "integrations.packing"),
+            *("integrations.sampler_check", "integrations.lag_metrics", "integrations.vllm*"),
         ),
         "verl": ("integrations.verl*",),
         "another engine: logits_hooks": ("integrations*",),

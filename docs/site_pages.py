@@ -41,6 +41,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "Losses": (
         "tether.losses",
         "tether.losses.base",
+        "tether.losses.linear",
         "tether.losses.project",
         "tether.losses.aggregate",
         "tether.losses.value_clip",

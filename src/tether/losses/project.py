@@ -273,6 +273,7 @@ def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor, support:
 
 
 def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor) -> None:
+    """Refuse policies, ids and masks that are not all of the tokens [B, T]."""
     if mask.shape != ids.shape or ids.dim() != 2:
         raise InvalidInputError(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "

@@ -236,6 +236,7 @@ class Arrived(NamedTuple):
     def of(
         cls, state: TokenState, ids: Tensor, grads: tuple[Tensor | None, ...], sequences: Tensor | None
     ) -> Arrived:
+        """Sorted by what it arrived for: the network itself, or its projection."""
         zero = torch.zeros_like(state.kl)
         log_prob, _, projected, regression = (zero if grad is None else grad for grad in grads[:4])
         sampled = torch.where(state.projected, projected, zero)
