@@ -132,7 +132,7 @@ picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 	$(BIN)/python docs/module_picture.py
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
-STUDIES := $(patsubst %,study-%,search a b c d e f g h i j)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i l)
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
@@ -146,7 +146,7 @@ study-i: models/smollm2-135m-instruct
 models/smollm2-135m-instruct: | $(VENV)/.test
 	$(BIN)/python recipes/smollm2.py
 
-study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-j
+study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-l
 	$(STUDY) benchmarks/studies/quick/b.yaml
 	$(STUDY) benchmarks/studies/quick/a.yaml
 	$(STUDY) benchmarks/studies/quick/c.yaml
