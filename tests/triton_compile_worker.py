@@ -68,7 +68,8 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
     (
         categorical.project_kernel,
         2,
-        dict.fromkeys(("new", "old", "bound", "log_probs", "step", "kl"), F32) | {"constrained": "*i8"},
+        dict.fromkeys(("new", "old", "bound", "log_probs", "step", "kl"), F32)
+        | dict.fromkeys(("constrained", "converged"), "*i8"),
         {**TINY, "TOLERANCE": 1e-5, "EPSILON": NUMBERS.eps},
     ),
     (

@@ -74,9 +74,9 @@ def _infinite_as_none(name: str, value: Any) -> Any:
     return None if name == "clip_range" and value == float("inf") else value
 
 
-def _completed(saved: Mapping[str, Any], find: Callable[[str], type[Choice]]) -> dict[str, Any]:
+def _completed(saved: Any, find: Callable[[str], type[Choice]]) -> Any:
     """With the options that came later at their defaults; as it is, where what it names is not at hand."""
     try:
         return asdict(chosen(saved, find))
     except ConfigError:
-        return dict(saved)
+        return saved
