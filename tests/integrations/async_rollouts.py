@@ -40,12 +40,19 @@ class WorkerInProcess(queue.Queue):  # type: ignore[type-arg]
     """
 
     def __init__(
-        self, weights: WeightsInProcess, *, lag: int = 0, top_k: int = 6, generations: int = 4
+        self,
+        weights: WeightsInProcess,
+        *,
+        lag: int = 0,
+        top_k: int = 6,
+        generations: int = 4,
+        truncates: bool = False,
     ) -> None:
         super().__init__()
         self.rollout_buffer, self.metrics_queue = self, queue.Queue()  # type: ignore[var-annotated]
         self._weights, self._lag, self._top_k, self._generations = weights, lag, top_k, generations
         self._model = make_tiny_model()
+        self._truncates = truncates
         self._groups = 0
         self._random = torch.Generator().manual_seed(5)
         self.sent: list[RolloutSample] = []
@@ -92,6 +99,9 @@ class WorkerInProcess(queue.Queue):  # type: ignore[type-arg]
             likeliest, numbers = [], []
             for _ in range(2 + sequence):
                 log_probs = self._model(torch.tensor([ids + turn])).logits[0, -1].log_softmax(-1)
+                if self._truncates:
+                    least = log_probs.topk(self._top_k).values[-1]
+                    log_probs = torch.where(log_probs < least, -torch.inf, log_probs).log_softmax(-1)
                 turn.append(int(torch.multinomial(log_probs.exp(), 1, generator=self._random)))
                 top = log_probs.topk(self._top_k).indices.tolist()
                 row = list(dict.fromkeys([turn[-1], *top]))

@@ -116,6 +116,7 @@ def test_trls_own_worker_is_told_to_record() -> None:
 class _Server(BaseHTTPRequestHandler):
     seen: list[tuple[str, bytes]]
     status: dict[str, int]
+    device = b"cuda"
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -123,6 +124,12 @@ class _Server(BaseHTTPRequestHandler):
         self.send_response(self.status.get(self.path, 200))
         self.end_headers()
         self.wfile.write(b"out of memory")
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, b""))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"vllm_config": {"device_config": {"device_type": "%s"}}}' % self.device)
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -134,7 +141,10 @@ def server() -> Iterator[Any]:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         yield SimpleNamespace(
-            url=f"http://127.0.0.1:{made.server_port}", seen=handler.seen, status=handler.status
+            handler=handler,
+            url=f"http://127.0.0.1:{made.server_port}",
+            seen=handler.seen,
+            status=handler.status,
         )
         made.shutdown()
         thread.join()
@@ -144,7 +154,7 @@ def test_a_server_reads_whole_files_between_pause_and_resume(server: Any, tmp_pa
     vllm = VLLMServer(server.url)
     transfer = FolderWeightTransfer(tmp_path / "w", vllm.reload, pause=vllm.pause, resume=vllm.resume)
     transfer.init_weight_transfer()
-    weights = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
+    weights = {"lm_head.weight": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
     for _ in range(2):
         transfer.pause()
         transfer.send_weights(iter(weights.items()))
@@ -166,6 +176,20 @@ def test_a_server_that_cannot_is_named(server: Any, tmp_path: Path, status: int,
     transfer = FolderWeightTransfer(tmp_path, VLLMServer(server.url).reload)
     with pytest.raises(TetherError, match=message):
         transfer.send_weights(iter([("a", torch.ones(1))]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tied_head_that_a_cpu_would_keep_is_refused(server: Any, tmp_path: Path, device: str) -> None:
+    server.handler.device = device.encode()
+    transfer = FolderWeightTransfer(tmp_path, VLLMServer(server.url).reload)
+    transfer.send_weights(iter([("lm_head.weight", torch.ones(1))]))
+    server.seen.clear()
+    if device == "cuda":
+        transfer.send_weights(iter([("a", torch.ones(1))]))
+        return
+    with pytest.raises(TetherError, match="does not reload a head that is tied"):
+        transfer.send_weights(iter([("a", torch.ones(1))]))
+    assert [path for path, _ in server.seen] == ["/server_info?config_format=json"]
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ class AsyncTROLLTrainer(AsyncGRPOTrainer):
             if name.endswith("_max"):
                 sink[key].append(max(values))
             else:  # TRL reduces a pair to the ratio of its sums
-                weights = acted_by if name == "mean_step" and sum(acted_by) else counted_by
+                weights = acted_by if name == "mean_step" else counted_by
+                weights = weights if sum(weights) else [1.0] * len(weights)  # a default, of next to no weight
                 sink[key].append((sum(v * w for v, w in zip(values, weights, strict=True)), sum(weights)))
         sums = self.accelerator.gather(lag_sums(tokens, lag.amax(1), mask)[None]).sum(0)
         oldest = self.accelerator.gather(lag.max()).max().item()

@@ -6,12 +6,13 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from tether.errors import ConfigError, TetherError
 
-_FILE = "model.safetensors"
+_FILE, _HEAD = "model.safetensors", "lm_head.weight"
 #: Seconds for what does not grow with the model.
 _CONTROL_TIMEOUT = 60
 
@@ -114,8 +115,9 @@ class VLLMServer:
         """Have the server read the weights in a folder, and forget what it computed with others.
 
         Raises:
-            TetherError: a server that is not there, or does not do it; then it has the old weights.
+            TetherError: a server that is not there, does not do it, or would go on with an old head.
         """
+        self._refuse_tied_head_on_cpu(folder)
         request = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", self.timeout, json=request)
         self._post("/reset_prefix_cache", _CONTROL_TIMEOUT)
@@ -136,11 +138,31 @@ class VLLMServer:
         """
         self._post("/resume", _CONTROL_TIMEOUT)
 
-    def _post(self, path: str, timeout: float, **request: object) -> None:
+    def _refuse_tied_head_on_cpu(self, folder: Path) -> None:
+        """On a CPU vLLM keeps a packed copy of a head tied to the embeddings, and reloads all but that."""
+        from safetensors import safe_open
+
+        with safe_open(folder / _FILE, framework="pt") as file:
+            if _HEAD in file.keys():  # noqa: SIM118 (no mapping)
+                return
+        answer = self._ask("GET", "/server_info", _CONTROL_TIMEOUT, params={"config_format": "json"})
+        device = answer.json().get("vllm_config", {}).get("device_config", {}).get("device_type")
+        if device == "cpu":
+            raise TetherError(
+                f"The vLLM server at {self.url} runs on a CPU, where it does not reload a head that is tied "
+                f"to the embeddings, and the weights have no {_HEAD}: it would go on with the old one. "
+                "Untie the head (tie_word_embeddings=False), serve on an accelerator, or give "
+                "FolderWeightTransfer a reload of your own."
+            )
+
+    def _post(self, path: str, timeout: float, **request: Any) -> None:
+        self._ask("POST", path, timeout, **request)
+
+    def _ask(self, method: str, path: str, timeout: float, **request: Any) -> Any:
         import requests
 
         try:
-            answer = requests.post(f"{self.url}{path}", timeout=timeout, **request)  # type: ignore[arg-type]
+            answer = requests.request(method, f"{self.url}{path}", timeout=timeout, **request)
         except requests.RequestException as error:
             raise TetherError(
                 f"The vLLM server at {self.url} did not answer {path} within {timeout:g} s "
@@ -155,3 +177,4 @@ class VLLMServer:
                 f"The vLLM server at {self.url} failed at {path} ({answer.status_code}): "
                 f"{answer.text[:500]}. It may have the old weights, or some of them: restart it."
             )
+        return answer
