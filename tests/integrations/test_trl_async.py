@@ -13,9 +13,11 @@ import torch
 from async_rollouts import WeightsInProcess, WorkerInProcess
 from tests.oracles import project_by_root
 from tiny_language_model import make_prompts, make_tiny_model, make_tokenizer
+from trl.experimental.async_grpo.packing import TreeRow
 
 from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.trl_async import AsyncTROLLConfig, AsyncTROLLTrainer
+from tether.integrations.trl_async_cpu import who_sees_whom
 
 
 @pytest.fixture
@@ -231,3 +233,23 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, setting: dict[str, Any]
 def test_other_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs args=AsyncTROLLConfig"):
         AsyncTROLLTrainer(model="nothing")
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_tokens_see_their_own_path_alone(window: int | None) -> None:
+    """Of two samples with the same first three tokens, each token sees its own sample's before it."""
+    row = TreeRow()
+    for ids in ([1, 2, 3, 4, 5], [1, 2, 3, 6]):
+        row.add({"input_ids": np.array(ids), "completion_mask": np.array([0] + [1] * (len(ids) - 1)),
+                 "old_log_probs": np.zeros(len(ids)), "advantage": 1.0, "group_id": 0})  # fmt: skip
+    packed = row.pack()
+    seen = who_sees_whom(
+        packed["tree_kv_index"], packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"], window
+    )
+    tokens, depths = packed["input_ids"].tolist(), packed["position_ids"].tolist()
+    assert len(tokens) == len(seen) == 7  # the last shared one stands there once for each that follows
+    for query, (token, depth) in enumerate(zip(tokens, depths, strict=True)):
+        found = sorted((depths[key], tokens[key]) for key in seen[query].nonzero()[:, 0].tolist())
+        path = [1, 2, 3, 6] if token == 6 else [1, 2, 3, 4, 5]
+        first = 0 if window is None else max(0, depth + 1 - window)
+        assert found == list(enumerate(path))[first : depth + 1]
