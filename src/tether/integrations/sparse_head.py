@@ -87,9 +87,10 @@ def add_sparse_head(
     - ``old_tokens=OldTokens(...)`` for the last T' positions: the new policy is compared with the old one
       over the whole vocabulary, and projected.
 
-    All need `labels` [B, T], unshifted, -100 where a position does not count. The result is a
-    `SparseHeadOutput`. Call this before the model is wrapped (DDP, FSDP) and on the base model of a
-    PEFT model.
+    All need `labels` [B, T], unshifted, -100 where a position does not count. Or, with
+    ``label_positions=[M]`` and one row of input, `labels` [1, M] are what follows each of those positions; a
+    position may serve several labels and supports [1, M, K]. The result is a `SparseHeadOutput`. Call this
+    before the model is wrapped (DDP, FSDP) and on the base model of a PEFT model.
 
     Args:
         model: a causal language model with `base_model` and output embeddings.
@@ -112,6 +113,7 @@ def add_sparse_head(
         support_truncated: Tensor | None = None,
         old_tokens: OldTokens | None = None,
         keep_hidden: bool = False,
+        label_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         if support_top_k is None and support_ids is None and old_tokens is None:
@@ -119,7 +121,11 @@ def add_sparse_head(
         labels = kwargs.pop("labels")
         kwargs.pop("fused_lm_head", None)
         backbone = _run_backbone(self, *args, **kwargs)
-        rows = _Rows.of(self.get_output_embeddings(), backbone.last_hidden_state, labels, weights_at_hand)
+        states = backbone.last_hidden_state
+        if label_positions is not None:  # as a row of its own, each state before its label
+            states = torch.nn.functional.pad(states[:, label_positions], (0, 0, 0, 1))
+            labels = torch.nn.functional.pad(labels, (1, 0), value=IGNORED_LABEL)
+        rows = _Rows.of(self.get_output_embeddings(), states, labels, weights_at_hand)
         if old_tokens is not None:
             found = rows.projected(old_tokens, head)
         else:

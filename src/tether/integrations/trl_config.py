@@ -36,7 +36,34 @@ def _option(default: Any, help_text: str) -> Any:
 
 
 @dataclass
-class TROLLConfig(GRPOConfig):
+class RegionFields:
+    """Settings of the trust region that every trainer of TRL takes, synchronous or not."""
+
+    troll_kl_bound: float = _option(
+        TROLLSettings.kl_bound,
+        "Bound on KL(new || old) of each token in nats; infinity switches the trust region off.",
+    )
+    troll_alpha: float = _option(
+        TROLLSettings.alpha, "Weight of the regression of the network onto its projection."
+    )
+    troll_top_k: int = _option(
+        TROLLSettings.top_k, "Ids kept of each old token distribution, besides the sampled one."
+    )
+    troll_region: Region = _option(  # noqa: RUF009
+        TROLLSettings.region, "Bound each token's divergence, or the mean over the tokens of a sequence."
+    )
+    troll_lag_growth: LagGrowth = _option(  # noqa: RUF009
+        "constant",
+        "Anchor sampler: how the bound grows with the optimizer steps n since the sampler's weights: "
+        "constant, "
+        "linear (1 + rate n), power (1 + n)^rate, or geometric (1 + rate)^n times troll_kl_bound.",
+    )
+    troll_lag_rate: float = _option(0.0, "Anchor sampler: the rate of that growth.")
+    troll_kl_bound_largest: float = _option(math.inf, "Anchor sampler: where that growth ends, in nats.")
+
+
+@dataclass
+class TROLLConfig(RegionFields, GRPOConfig):
     """`GRPOConfig` with the settings of the projection.
 
     Apart from the `troll_` fields, one default differs: without `steps_per_generation` or
@@ -49,16 +76,6 @@ class TROLLConfig(GRPOConfig):
         ConfigError: a value out of range, or a combination TROLL does not cover, with the remedy.
     """
 
-    troll_kl_bound: float = _option(
-        TROLLSettings.kl_bound,
-        "Bound on KL(new || old) of each token in nats; infinity switches the trust region off.",
-    )
-    troll_alpha: float = _option(
-        TROLLSettings.alpha, "Weight of the regression of the network onto its projection."
-    )
-    troll_top_k: int = _option(
-        TROLLSettings.top_k, "Ids kept of each old token distribution, besides the sampled one."
-    )
     troll_mass: float = _option(
         TROLLSettings.mass, "Keep fewer ids where the most likely ones hold this much probability together."
     )
@@ -68,9 +85,6 @@ class TROLLConfig(GRPOConfig):
         "(exact); on the ids kept, all others being one outcome with their exact mass (bucket); or as in "
         "the paper's code, all others having probability 1e-12 each (paper).",
     )
-    troll_region: Region = _option(  # noqa: RUF009
-        TROLLSettings.region, "Bound each token's divergence, or the mean over the tokens of a sequence."
-    )
     troll_anchor: Anchor = _option(  # noqa: RUF009
         "trainer",
         "Which policy the region is around: the trainer's own when the rollouts began, which TRL scores "
@@ -78,14 +92,6 @@ class TROLLConfig(GRPOConfig):
         "is "
         "(sampler): no scoring pass, and distributions are compared on what was reported (support bucket).",
     )
-    troll_lag_growth: LagGrowth = _option(  # noqa: RUF009
-        "constant",
-        "Anchor sampler: how the bound grows with the optimizer steps n since the sampler's weights: "
-        "constant, "
-        "linear (1 + rate n), power (1 + n)^rate, or geometric (1 + rate)^n times troll_kl_bound.",
-    )
-    troll_lag_rate: float = _option(0.0, "Anchor sampler: the rate of that growth.")
-    troll_kl_bound_largest: float = _option(math.inf, "Anchor sampler: where that growth ends, in nats.")
     troll_sampler_weight: float | None = _option(
         None,
         "Anchor trainer: weigh the policy gradient by min(pi / sampler, this), the decoupled form, for "
@@ -164,7 +170,7 @@ def _check_anchor(config: TROLLConfig) -> None:
     config.vllm_importance_sampling_correction = False  # the sampler is the old policy
 
 
-def lag_bound(config: TROLLConfig) -> LagBound:
+def lag_bound(config: RegionFields) -> LagBound:
     """The bound that a configuration describes."""
     return LagBound(
         config.troll_kl_bound, config.troll_lag_growth, config.troll_lag_rate, config.troll_kl_bound_largest

@@ -1,0 +1,219 @@
+"""What is asked of an inference server: records with its answers, and weights through a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl.experimental.async_grpo.async_rollout_worker import (
+    TurnRecord,
+    _AsyncRolloutLoop,
+    _chain_to_sequences,
+)
+
+from tether.errors import ConfigError, InvalidInputError, TetherError
+from tether.integrations.trl_async_records import RecordingLoop, SamplerRecords, read_choice, record
+from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
+
+_CHOICE = {
+    "token_ids": [7, 3],
+    "logprobs": {
+        "token_logprobs": [-0.5, -3.0],
+        "top_logprobs": [
+            {"token_id:7": -0.5, "token_id:1": -1.5},
+            {"token_id:3": -3.0, "token_id:2": -0.1, "token_id:9": -9999.0},
+        ],
+    },
+}
+
+
+def _turn(
+    choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], list[int], list[float]]:
+    """One turn of TRL's loop with an answer of the server's; also what it was asked."""
+    asked: dict[str, Any] = {}
+
+    async def post(_self: Any, path: str, payload: dict[str, Any], *_: Any) -> dict[str, Any]:
+        asked.update(payload, path=path)
+        return {"choices": [choice]}
+
+    async def once(make: Callable[[], Any], **_: Any) -> Any:
+        return await make()
+
+    monkeypatch.setattr(_AsyncRolloutLoop, "_post", post)
+    loop = RecordingLoop.__new__(RecordingLoop)
+    loop._report_top_k, loop._retry, loop.lora_name, loop.model_name = 5, once, None, "tiny"  # type: ignore[method-assign]
+    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
+    loop.repetition_penalty, loop.request_timeout = 1.0, 9
+    ids, log_probs = asyncio.run(loop._generate_one_turn([4, 4]))
+    return asked, ids, log_probs
+
+
+def test_records_follow_their_tokens_over_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through TRL's own code: an answer, two turns with a tool between, scoring."""
+    asked, ids, log_probs = _turn(_CHOICE, monkeypatch)
+    assert (asked["path"], asked["logprobs"], asked["return_tokens_as_token_ids"]) == (
+        "/v1/completions",
+        5,
+        True,
+    )
+    first = TurnRecord([4, 4], ids, log_probs)
+    second = TurnRecord([4, 4, 7, 3, 8, 8], ids, log_probs)
+    sequences, _ = _chain_to_sequences([first, second], "one", 4)
+
+    async def scored(_self: Any, group: Any) -> list[Any]:
+        return [
+            SimpleNamespace(old_log_probs=np.asarray(s.old_log_probs)) for s in group.completions_sequences[0]
+        ]
+
+    monkeypatch.setattr(_AsyncRolloutLoop, "_score_group", scored)
+    loop = RecordingLoop.__new__(RecordingLoop)
+    (sample,) = asyncio.run(loop._score_group(SimpleNamespace(completions_sequences=[sequences])))
+    records: SamplerRecords = sample.old_log_probs
+    assert records.positions.tolist() == [2, 3, 6, 7]
+    assert records.length == 8
+    assert records.own.tolist() == pytest.approx([-0.5, -3.0, -0.5, -3.0])
+    assert records.ids.tolist() == [[7, 1, -1], [3, 2, 9], [7, 1, -1], [3, 2, 9]]
+    policy = records.policy(
+        torch.tensor([4, 4, 7, 3, 8, 8, 7, 3]), torch.tensor([0, 0, 1, 1, 0, 0, 1, 1]),
+        truncated=False, vocabulary_size=29,
+    )  # fmt: skip
+    assert policy.log_probs.tolist() == pytest.approx([-0.5, -3.0, -0.5, -3.0])
+    tails = 1 - np.exp([[-0.5, -1.5], [-3.0, -0.1]]).sum(-1)
+    assert policy.support.log_tail.exp().tolist() == pytest.approx([*tails, *tails], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ({"top_logprobs": None}, "reported none"),
+        ({"top_logprobs": [{"token_id:7": -0.5}, {}]}, "reported none"),
+        ({"top_logprobs": [{" the": -0.5}, {"token_id:3": -0.1}]}, "by its text"),
+        ({"top_logprobs": [{"token_id:7": -0.5}, {"token_id:2": -0.1}]}, "position 1: the engine drew id 3"),
+    ],
+)
+def test_answers_without_records_are_refused(logprobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        read_choice({"token_ids": [7, 3], "logprobs": logprobs}, 5)
+
+
+def test_trls_own_worker_is_told_to_record() -> None:
+    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={})
+    record(worker, 64)
+    assert worker._loop_cls is RecordingLoop
+    assert worker._loop_kwargs == {"report_top_k": 64}
+
+
+class _Server(BaseHTTPRequestHandler):
+    seen: list[tuple[str, bytes]]
+    status: dict[str, int]
+    device = b"cuda"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.seen.append((self.path, body))
+        self.send_response(self.status.get(self.path, 200))
+        self.end_headers()
+        self.wfile.write(b"out of memory")
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, b""))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"vllm_config": {"device_config": {"device_type": "%s"}}}' % self.device)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    handler = type("Handler", (_Server,), {"seen": [], "status": {}})
+    with HTTPServer(("127.0.0.1", 0), handler) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield SimpleNamespace(
+            handler=handler,
+            url=f"http://127.0.0.1:{made.server_port}",
+            seen=handler.seen,
+            status=handler.status,
+        )
+        made.shutdown()
+        thread.join()
+
+
+def test_a_server_reads_whole_files_between_pause_and_resume(server: Any, tmp_path: Path) -> None:
+    vllm = VLLMServer(server.url)
+    transfer = FolderWeightTransfer(tmp_path / "w", vllm.reload, pause=vllm.pause, resume=vllm.resume)
+    transfer.init_weight_transfer()
+    weights = {"lm_head.weight": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
+    for _ in range(2):
+        transfer.pause()
+        transfer.send_weights(iter(weights.items()))
+        transfer.resume()
+    transfer.destroy()
+    paths = [path for path, _ in server.seen]
+    assert paths == ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/resume"] * 2
+    assert str(tmp_path / "w").encode() in server.seen[1][1]
+    assert [file.name for file in (tmp_path / "w").iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "w" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(404, "VLLM_SERVER_DEV_MODE=1"), (500, r"\(500\): out of memory")]
+)
+def test_a_server_that_cannot_is_named(server: Any, tmp_path: Path, status: int, message: str) -> None:
+    server.status["/collective_rpc"] = status
+    transfer = FolderWeightTransfer(tmp_path, VLLMServer(server.url).reload)
+    with pytest.raises(TetherError, match=message):
+        transfer.send_weights(iter([("a", torch.ones(1))]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tied_head_that_a_cpu_would_keep_is_refused(server: Any, tmp_path: Path, device: str) -> None:
+    server.handler.device = device.encode()
+    transfer = FolderWeightTransfer(tmp_path, VLLMServer(server.url).reload)
+    transfer.send_weights(iter([("lm_head.weight", torch.ones(1))]))
+    server.seen.clear()
+    if device == "cuda":
+        transfer.send_weights(iter([("a", torch.ones(1))]))
+        return
+    with pytest.raises(TetherError, match="does not reload a head that is tied"):
+        transfer.send_weights(iter([("a", torch.ones(1))]))
+    assert [path for path, _ in server.seen] == ["/server_info?config_format=json"]
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TetherError, match="did not answer /pause"):
+        VLLMServer("http://127.0.0.1:9").pause()
+
+
+def test_a_transfer_that_is_cut_off_leaves_the_weights_before_it(tmp_path: Path) -> None:
+    transfer = FolderWeightTransfer(tmp_path, lambda _: None)
+    transfer.send_weights(iter([("a", torch.zeros(2))]))
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transfer.send_weights(breaks())
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [0, 0]
+    with pytest.raises(TetherError, match="no weights to transfer"):
+        transfer.send_weights(iter([]))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        FolderWeightTransfer(tmp_path / "file" / "folder", lambda _: None)
