@@ -143,10 +143,10 @@ def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
     later = rollouts.part(slice(1, 4))  # so that slices of the update are others than those of the old pass
     generator = torch.Generator().manual_seed(7)
     lengths = [len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
-    hidden = torch.randn(sum(lengths), 16, generator=generator)
-    weight = torch.randn(VOCABULARY, 16, generator=generator)
-    old = torch.randn(sum(lengths), VOCABULARY, generator=generator)
-    noise = torch.randn(sum(lengths), VOCABULARY, generator=generator)
+    hidden = torch.randn(sum(lengths), 16, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 16, generator=generator, dtype=torch.float64)
+    old = torch.randn(sum(lengths), VOCABULARY, generator=generator, dtype=torch.float64)
+    noise = torch.randn(sum(lengths), VOCABULARY, generator=generator, dtype=torch.float64)
     counts = {"calculate_entropy": False, "dp_size": 1, "batch_num_tokens": 15, "global_batch_size": 3}
     results = {}
     for name, settings in (
