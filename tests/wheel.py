@@ -107,11 +107,8 @@ def pip_install(*what: str) -> None:
 
 def run_examples() -> None:
     """The docstrings' examples of every module of the core; Triton's kernels are imported where it is."""
-    run(
-        *(str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"),
-        *("--doctest-modules", "--doctest-continue-on-failure"),
-        *("--ignore-glob=*triton*", "--pyargs", *CORE),
-        cwd=ENVIRONMENT,
+    run_pytest(
+        "--doctest-modules", "--doctest-continue-on-failure", "--ignore-glob=*triton*", "--pyargs", *CORE
     )
 
 
@@ -128,12 +125,17 @@ def run_tests() -> None:
         "hypothesis",
         "cvxpy",
     )
-    run(
-        *(str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--noconftest"),
+    run_pytest(
+        "--noconftest",
         *(str(ROOT / "tests" / name) for name in TESTS),
-        cwd=ENVIRONMENT,
         environment={"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )
+
+
+def run_pytest(*what: str, environment: dict[str, str] | None = None) -> None:
+    """In the environment made for this, out of sight of the repository's settings."""
+    command = (str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *what)
+    run(*command, cwd=ENVIRONMENT, environment=environment)
 
 
 def try_the_command() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -53,13 +52,15 @@ class RegionFields:
         TROLLSettings.region, "Bound each token's divergence, or the mean over the tokens of a sequence."
     )
     troll_lag_growth: LagGrowth = _option(  # noqa: RUF009
-        "constant",
+        LagBound.growth,
         "Anchor sampler: how the bound grows with the optimizer steps n since the sampler's weights: "
         "constant, "
         "linear (1 + rate n), power (1 + n)^rate, or geometric (1 + rate)^n times troll_kl_bound.",
     )
-    troll_lag_rate: float = _option(0.0, "Anchor sampler: the rate of that growth.")
-    troll_kl_bound_largest: float = _option(math.inf, "Anchor sampler: where that growth ends, in nats.")
+    troll_lag_rate: float = _option(LagBound.rate, "Anchor sampler: the rate of that growth.")
+    troll_kl_bound_largest: float = _option(
+        LagBound.largest, "Anchor sampler: where that growth ends, in nats."
+    )
 
 
 @dataclass

@@ -112,9 +112,7 @@ class PolicyLossTrainer(ObjectiveTrainer):
 
     def _updates_since_scoring(self) -> int:
         """Of the batch that is in use; one policy scored all of its completions."""
-        micro_batches = self.args.steps_per_generation * self.num_iterations
-        updates = max(1, micro_batches // self.args.gradient_accumulation_steps)
-        return int(self.state.global_step % updates)
+        return int(self.state.global_step % self._updates_a_rollout)
 
     def _generator(self) -> torch.Generator:
         """Random numbers of this micro-batch alone, the same after a resume."""

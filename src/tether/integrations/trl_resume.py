@@ -68,6 +68,11 @@ class ResumableTrainer(FittedTrainer):
         """Of a batch of rollouts, over all its uses."""
         return int(self.args.steps_per_generation * self.num_iterations)
 
+    @property
+    def _updates_a_rollout(self) -> int:
+        """Optimizer steps on a batch of rollouts; at least one."""
+        return max(1, self._micro_batches_a_rollout // int(self.args.gradient_accumulation_steps))
+
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
 

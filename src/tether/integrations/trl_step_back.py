@@ -91,7 +91,7 @@ class StepBackCallback(TrainerCallback):
         _check_trainer(trainer, options)
         self.options = options
         self._trainer = trainer
-        self._updates = _updates_a_batch(trainer)
+        self._updates = trainer._updates_a_rollout
         self._step_back: StepBack | None = None
         if not trainer.keep_hidden:
             trainer.keep_hidden = True
@@ -200,10 +200,6 @@ def _evaluate(trainer: Any, inputs: dict[str, Any], old: OldTokens) -> Evaluatio
     return evaluation
 
 
-def _updates_a_batch(trainer: Any) -> int:
-    return int(trainer._micro_batches_a_rollout // trainer.args.gradient_accumulation_steps)
-
-
 def _check_trainer(trainer: Any, options: StepBackOptions) -> None:
     together, micro_batches = trainer.args.gradient_accumulation_steps, trainer._micro_batches_a_rollout
     if micro_batches % together:
@@ -217,7 +213,7 @@ def _check_trainer(trainer: Any, options: StepBackOptions) -> None:
             "Each batch of rollouts serves one update here, for which TRL records no old policy, so there is "
             "nothing to measure the network against. Set steps_per_generation or num_iterations higher."
         )
-    updates = _updates_a_batch(trainer)
+    updates = trainer._updates_a_rollout
     if options.every is not None and options.every > updates:
         raise ConfigError(f"every={options.every} is more than the {updates} updates on a batch of rollouts.")
     _check_weights(trainer)

@@ -54,12 +54,12 @@ class TROLL(TROLLSettings, Method):
 
     name: str = field(default="troll", init=False)
     title: ClassVar[str] = "TROLL"
-    lag_growth: LagGrowth = "constant"
+    lag_growth: LagGrowth = LagBound.growth
     """anchor sampler: how the bound grows with the updates n since the sampler's weights: not, by 1 + rate n,
     (1 + n)^rate or (1 + rate)^n."""
-    lag_rate: float = 0.0
+    lag_rate: float = LagBound.rate
     """anchor sampler: the rate of that growth."""
-    kl_bound_largest: float = math.inf
+    kl_bound_largest: float = LagBound.largest
     """anchor sampler: where that growth ends, in nats."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import LARGEST_LOG_RATIO, Tokens, check_at_least, read_tokens
+from tether.losses.tokens import Tokens, check_at_least, ratio_of, read_tokens
 from tether.projection.tokens import masked_max, masked_mean
 
 
@@ -71,8 +71,8 @@ def decoupled_clip(
     check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "0.2 is usual")
     check_at_least("weight_cap", weight_cap, 0.0, "5 is usual, math.inf for none", above=True)
     proximal = _proximal(tokens, lag, proximal_log_probs)
-    weight = (proximal - tokens.old_log_probs).clamp_max(LARGEST_LOG_RATIO).exp().clamp_max(weight_cap)
-    ratio = (tokens.log_probs - proximal).clamp_max(LARGEST_LOG_RATIO).exp()
+    weight = ratio_of(proximal - tokens.old_log_probs).clamp_max(weight_cap)
+    ratio = ratio_of(tokens.log_probs - proximal)
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
     loss = aggregate(

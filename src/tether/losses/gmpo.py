@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import LARGEST_LOG_RATIO, check_at_least, read_tokens
+from tether.losses.tokens import check_at_least, ratio_of, read_tokens
 
 
 def gmpo(
@@ -64,7 +64,7 @@ def gmpo(
     )
     count = response_mask.sum(-1, keepdim=True).clamp_min(1)
     mean = (clipped * response_mask).sum(-1, keepdim=True) / count
-    ratio = mean.clamp_max(LARGEST_LOG_RATIO).exp().expand_as(log_ratio)
+    ratio = ratio_of(mean).expand_as(log_ratio)
     loss = aggregate(
         -ratio * tokens.advantages, response_mask, loss_agg_mode, max_response_length=max_response_length
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, sequence_log_ratio
-from tether.losses.tokens import LARGEST_LOG_RATIO, check_at_least, read_tokens
+from tether.losses.tokens import check_at_least, ratio_of, read_tokens
 
 
 def gspo(
@@ -55,7 +55,7 @@ def gspo(
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
     check_at_least("clip_ratio_low", clip_ratio_low, 0.0, "3e-4 in the paper")
     check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "4e-4 in the paper")
-    ratio = sequence_log_ratio(tokens.log_ratio, response_mask).clamp_max(LARGEST_LOG_RATIO).exp()
+    ratio = ratio_of(sequence_log_ratio(tokens.log_ratio, response_mask))
     plain = -ratio * tokens.advantages
     clipped = -ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
     loss = aggregate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from torch import Tensor
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.tokens import (
-    LARGEST_LOG_RATIO,
     check_at_least,
-    check_choice,
     check_range,
+    ratio_of,
     read_tokens,
     sequence_ratio,
     weighted_log_likelihood,
 )
+from tether.settings import check_choice
 
 Level = Literal["sequence", "geometric"]
 
@@ -75,7 +75,7 @@ def mis(
         0.5
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
     usual = _USUAL_BAND[level]
     low = usual[0] if ratio_low is None else ratio_low
     high = usual[1] if ratio_high is None else ratio_high
@@ -86,7 +86,7 @@ def mis(
             ratio = weight = sequence_ratio(tokens)
         else:
             count = (response_mask > 0).sum(-1, keepdim=True).clamp_min(1)
-            ratio = (tokens.log_ratio.sum(-1, keepdim=True) / count).clamp_max(LARGEST_LOG_RATIO).exp()
+            ratio = ratio_of(tokens.log_ratio.sum(-1, keepdim=True) / count)
             weight = tokens.ratio.clamp_max(ratio_cap)
         outside = ((ratio < low) | (ratio > high)).expand_as(response_mask)
     loss = aggregate(

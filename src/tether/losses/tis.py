@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.tokens import (
     check_at_least,
-    check_choice,
     read_tokens,
     sequence_ratio,
     weighted_log_likelihood,
 )
+from tether.settings import check_choice
 
 Level = Literal["token", "sequence"]
 
@@ -64,7 +64,7 @@ def tis(
         tensor([[-0.6000, -1.0000]])
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
     check_at_least("ratio_cap", ratio_cap, 0.0, "2 is usual, math.inf for none", above=True)
     with torch.no_grad():
         ratio = tokens.ratio if level == "token" else sequence_ratio(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from tether.projection.tokens import masked_max, masked_mean
 
 #: Where ratios stop growing: exp overflows float32 at 88.7, and 0 times infinity is NaN in a gradient.
 LARGEST_LOG_RATIO = 80.0
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Its exponential, at most e^80."""
+    return log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Tokens:
     @property
     def ratio(self) -> Tensor:
         """new / old, at most e^80."""
-        return self.log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
+        return ratio_of(self.log_ratio)
 
     @property
     def moves_away(self) -> Tensor:
@@ -108,13 +113,7 @@ def check_at_least(name: str, value: float, least: float, usual: str, *, above: 
 
 def sequence_ratio(tokens: Tokens) -> Tensor:
     """new / old of whole responses, the product of their tokens' ratios, [B, 1]; at most e^80."""
-    return tokens.log_ratio.sum(-1, keepdim=True).clamp_max(LARGEST_LOG_RATIO).exp()
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's."""
-    if value not in get_args(choices):
-        raise InvalidInputError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}.")
+    return ratio_of(tokens.log_ratio.sum(-1, keepdim=True))
 
 
 def check_range(name: str, low: float, high: float, usual: str) -> None:

@@ -13,7 +13,7 @@ from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, check_tokens, sequence_log_ratio
 from tether.losses.project import Policy, project_tokens
 from tether.losses.sampler import Bound
-from tether.losses.tokens import LARGEST_LOG_RATIO, read_tokens
+from tether.losses.tokens import ratio_of, read_tokens
 from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, masked_mean
@@ -158,7 +158,7 @@ def troll_objective(
     ratio = read.ratio
     check_choice("ratio_level", ratio_level, get_args(RatioLevel))
     if ratio_level == "sequence":
-        ratio = sequence_log_ratio(read.log_ratio, response_mask).clamp_max(LARGEST_LOG_RATIO).exp()
+        ratio = ratio_of(sequence_log_ratio(read.log_ratio, response_mask))
     token_loss = -ratio * read.advantages
     if policy_weights is not None:
         token_loss = token_loss * policy_weights

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import LARGEST_LOG_RATIO, check_at_least, read_tokens, weighted_log_likelihood
+from tether.losses.tokens import (
+    LARGEST_LOG_RATIO,
+    check_at_least,
+    ratio_of,
+    read_tokens,
+    weighted_log_likelihood,
+)
 from tether.projection.tokens import masked_mean
 
 
@@ -69,7 +75,7 @@ def vespo(
         decay = torch.full_like(log_w, lambda_neg).masked_fill(encouraged, lambda_pos)
         # In log space, where a stale sequence's W overflows only to a weight of zero.
         weight = (power * log_w - decay * log_w.clamp_max(LARGEST_LOG_RATIO).expm1()).exp()
-        ratio = log_w.clamp_max(LARGEST_LOG_RATIO).exp()
+        ratio = ratio_of(log_w)
     loss = aggregate(
         weighted_log_likelihood(tokens, weight),
         response_mask,
