@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+# First, because it says what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
+
+# isort: split
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,6 +25,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 
 from tether.errors import ConfigError, InvalidInputError, TetherError
 from tether.integrations.sampler_reports import Reported, report_sequence
+from tether.integrations.trl_seam import TRL
 from tether.projection import SampledPolicy
 from tether.projection.sparse import EMPTY
 
@@ -213,7 +218,7 @@ class RecordCollator:
             if not torch.equal(packed, expected):
                 raise TetherError(
                     "TRL packed the loss terms of a row in another order than samples and positions, so the "
-                    "records would be other tokens'. Tether works with TRL 1.16."
+                    f"records would be other tokens'. Tested is {TRL}."
                 )
         for name, fill in _FILL.items():
             batch[name] = pad_sequence([entry[name] for entry in added], True, fill)
