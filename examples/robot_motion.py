@@ -32,8 +32,8 @@ OUTPUT = Path("runs/robot-motion")
 LIMITS = MotionLimits(velocity=1.0, acceleration=6.0)
 
 
-def main(output: Path = OUTPUT) -> None:
-    config = OnPolicyConfig("tether/PointReach-v0", iterations=200, num_workers=0)
+def main(output: Path = OUTPUT, iterations: int = 200) -> None:
+    config = OnPolicyConfig("tether/PointReach-v0", iterations=iterations, num_workers=0)
     run = train(config, output / "run", resume=True).path
     with EpisodeSampler(config.env_id) as sampler:
         learner = load_learner(run, sampler.spec)
