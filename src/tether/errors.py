@@ -48,6 +48,10 @@ class SimulationError(TetherError, RuntimeError):
     """A simulator or one of its worker processes failed or returned something impossible."""
 
 
+class MotionLimitError(TetherError, ValueError):
+    """A motion that a robot's limits forbid; says which joint, and what would mend it."""
+
+
 class StaleSamplerError(TetherError, RuntimeError):
     """A sampler does not have the weights it was given: its log-probabilities are those of others."""
 
