@@ -13,7 +13,7 @@ from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
 from tether.llm.saved_settings import MOVED
-from tether.settings import Anchor, check_kl_stop
+from tether.settings import Anchor, check_kl_stop, check_step_scale
 from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
@@ -53,6 +53,9 @@ class TrainConfig:
     """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
     step_back_every: int | None = None
     """step_back: also measure after every so many updates of a batch; by default after the last alone."""
+    step_scale: float | None = None
+    """Scale an update's learning rate by the root of its responses' effective share (VCPO), none of their
+    weights being more than this, such as 2."""
     name: str | None = None
     """What the run is called in tables and legends; by default its method."""
 
@@ -178,6 +181,7 @@ class TrainConfig:
                 "estimator."
             )
         check_kl_stop(self.kl_stop)
+        check_step_scale(self.step_scale)
         _check_step_back(self)
         if self.estimator.spec.critic and self.quantization != "none":
             raise ConfigError(

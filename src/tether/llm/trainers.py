@@ -42,6 +42,7 @@ def make_trainer(
         "estimator": config.estimator.for_trainer(),
         "kl_stop": config.kl_stop,
         "step_back": _step_back(config),
+        "step_scale": config.step_scale,
         "anchor": config.anchor,
         "sampler_weight": config.sampler_weight,
         "lag": config.lag,
