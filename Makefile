@@ -142,7 +142,9 @@ study-j: $(VENV)/.train
 		if [ $$left -lt 1 ]; then echo "== $$grid: the time was up before it"; continue; fi; \
 		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
 	done
-	$(BIN)/python benchmarks/study_figure.py benchmarks/results/studies/j.csv --by-lag --output docs/images
+	table=benchmarks/results/studies/j.csv; \
+	parts=$$(grep -oE ',j-(1-first-family|5-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 

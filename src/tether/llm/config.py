@@ -85,6 +85,8 @@ class TrainConfig:
     """Weight of the KL penalty towards the starting model (TRL's beta); needs LoRA or a model on disk."""
     temperature: float = 1.0
     """Sampling temperature, in training and held-out sampling."""
+    top_p: float = 1.0
+    """While training, sample from the likeliest tokens that hold this much probability together."""
     max_response_tokens: int | None = None
     """Longest response; by default what suits the task."""
     mask_truncated: bool = False
@@ -107,6 +109,8 @@ class TrainConfig:
     """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
     lag: int = 0
     """Sample from the policy of so many updates ago, in one process: stale data on purpose, for studies."""
+    sampler_dtype: Literal["as_trained", "bfloat16"] = "as_trained"
+    """What the sampling model computes in: an engine's arithmetic on purpose, for studies."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""
@@ -167,6 +171,8 @@ class TrainConfig:
             )
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
         self._check_method()
