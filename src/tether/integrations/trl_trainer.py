@@ -50,6 +50,7 @@ from tether.integrations.trl_old_policy import (
 )
 from tether.integrations.trl_sampler import ReportingTrainer
 from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
+from tether.integrations.trl_step_scale import StepScale
 from tether.integrations.trl_warnings import warn_of_settings
 
 #: How each of TRL's loss types averages.
@@ -81,6 +82,8 @@ class OldPolicyTrainer(ReportingTrainer):
             `trl_kl_stop.StoppableTrainer`.
         step_back: the divergence in nats that the network itself is held to after each batch, or
             `trl_step_back.StepBackOptions`.
+        step_scale: the largest weight of a response, such as 2, for a learning rate that shrinks with the
+            effective number of an update's responses; see `trl_step_scale.StepScale`.
         support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
         pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
         anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
@@ -104,6 +107,7 @@ class OldPolicyTrainer(ReportingTrainer):
         support_mass: float = 1.0,
         pack_sequences: bool = False,
         step_back: StepBackOptions | float | None = None,
+        step_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.support_top_k, self.support_mass = support_top_k, support_mass
@@ -122,6 +126,9 @@ class OldPolicyTrainer(ReportingTrainer):
         self._start_estimator()
         if step_back is not None:
             self.add_callback(StepBackCallback(self, step_back))
+        self._step_scale = None if step_scale is None else StepScale(self, step_scale)
+        if self._step_scale is not None:
+            self.add_callback(self._step_scale)
 
     @property
     def _base_model(self) -> Any:
@@ -244,6 +251,8 @@ class OldPolicyTrainer(ReportingTrainer):
             own = Recorded(evaluation.log_probs.detach(), evaluation.support.detach(), None)
             inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs}
         tokens = self._project(evaluation, inputs)
+        if self._step_scale is not None and self.model.training:
+            self._step_scale.count(inputs, evaluation.log_probs, inputs["old_per_token_logps"])
         objective = self._objective(tokens, evaluation, inputs)
         self._log_tokens(tokens, objective.metrics, inputs)
         if self._entropy_bonus_enabled:  # TRL then logs what it takes for the whole policy loss

@@ -45,7 +45,7 @@ _METRICS = {
             *("regression", "tail_mass", "certified", "uncertain", "old_policy_bytes", "stopped", "lag"),
             # What a rival's loss measures; its clip replaces TRL's, which never acts then.
             *("clipped", "ratio_mean", "ratio_max", "weight_mean", "covariance_mean"),
-            *("divergence_mean", "divergence_max", "sampler_mismatch"),
+            *("divergence_mean", "divergence_max", "sampler_mismatch", "effective_share"),
         )
     },
     "step_back/fraction": "network_kept",

@@ -13,7 +13,7 @@ from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
 from tether.llm.saved_settings import MOVED
-from tether.settings import Anchor, check_kl_stop
+from tether.settings import Anchor, check_kl_stop, check_step_scale
 from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
@@ -53,6 +53,9 @@ class TrainConfig:
     """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
     step_back_every: int | None = None
     """step_back: also measure after every so many updates of a batch; by default after the last alone."""
+    step_scale: float | None = None
+    """Scale an update's learning rate by the root of its responses' effective share (VCPO), none of their
+    weights being more than this, such as 2."""
     name: str | None = None
     """What the run is called in tables and legends; by default its method."""
 
@@ -82,6 +85,8 @@ class TrainConfig:
     """Weight of the KL penalty towards the starting model (TRL's beta); needs LoRA or a model on disk."""
     temperature: float = 1.0
     """Sampling temperature, in training and held-out sampling."""
+    top_p: float = 1.0
+    """While training, sample from the likeliest tokens that hold this much probability together."""
     max_response_tokens: int | None = None
     """Longest response; by default what suits the task."""
     mask_truncated: bool = False
@@ -104,6 +109,8 @@ class TrainConfig:
     """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
     lag: int = 0
     """Sample from the policy of so many updates ago, in one process: stale data on purpose, for studies."""
+    sampler_dtype: Literal["as_trained", "bfloat16"] = "as_trained"
+    """What the sampling model computes in: an engine's arithmetic on purpose, for studies."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""
@@ -164,6 +171,8 @@ class TrainConfig:
             )
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
         self._check_method()
@@ -178,6 +187,7 @@ class TrainConfig:
                 "estimator."
             )
         check_kl_stop(self.kl_stop)
+        check_step_scale(self.step_scale)
         _check_step_back(self)
         if self.estimator.spec.critic and self.quantization != "none":
             raise ConfigError(

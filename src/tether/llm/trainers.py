@@ -31,6 +31,8 @@ def make_trainer(
     folder: Path,
 ) -> OldPolicyTrainer:
     """The trainer a config asks for; all of them measure how far the policy moves."""
+    import torch
+
     arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
@@ -42,9 +44,11 @@ def make_trainer(
         "estimator": config.estimator.for_trainer(),
         "kl_stop": config.kl_stop,
         "step_back": _step_back(config),
+        "step_scale": config.step_scale,
         "anchor": config.anchor,
         "sampler_weight": config.sampler_weight,
         "lag": config.lag,
+        "sampler_dtype": None if config.sampler_dtype == "as_trained" else torch.bfloat16,
     }
     settings = _trl_settings(config, task, folder)
     return config.method.build(settings, arguments, config.pack_sequences)
@@ -69,6 +73,7 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         "num_generations": config.responses_per_prompt,
         "max_completion_length": config.max_response_tokens or task.max_response_tokens,
         "temperature": config.temperature,
+        "top_p": config.top_p,
         "beta": config.reference_penalty,
         "learning_rate": config.learning_rate,
         **_OPTIMIZERS[config.optimizer],
