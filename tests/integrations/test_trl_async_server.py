@@ -21,7 +21,8 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 )
 
 from tether.errors import ConfigError, InvalidInputError, TetherError
-from tether.integrations.trl_async_records import RecordingLoop, SamplerRecords, read_choice, record
+from tether.integrations.trl_async_records import SamplerRecords
+from tether.integrations.trl_async_worker import RecordingLoop, read_choice, record
 from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
 
 _CHOICE = {
