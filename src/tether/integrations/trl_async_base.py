@@ -103,6 +103,17 @@ class RecordedTrainer(AsyncGRPOTrainer):
         whole = self.accelerator.unwrap_model(self.model)
         return whole.get_base_model() if is_peft_model(whole) else whole
 
+    @contextlib.contextmanager
+    def attending_plainly(self) -> Iterator[None]:
+        """While the model writes text itself: attention as in any model, not over packed rows."""
+        base = self.base_model
+        packed = base.config._attn_implementation
+        base.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            base.set_attn_implementation(packed)
+
     def _sync_weight(self) -> None:
         super()._sync_weight()
         self._published[self.model_version] = int(self.state.global_step)

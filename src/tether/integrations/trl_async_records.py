@@ -168,7 +168,7 @@ class CheckedQueue:
         """
         try:
             sample = self._inner.get(timeout=timeout)
-        except EOFError as error:  # in the middle of a sample, perhaps
+        except (EOFError, OSError) as error:  # the latter in the middle of a sample
             raise EngineError(f"The process that writes rollouts has ended. {LOOK_AT_ITS_OUTPUT}") from error
         number, self._arrived = self._arrived, self._arrived + 1
         records = sample.old_log_probs

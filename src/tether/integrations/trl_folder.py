@@ -28,6 +28,7 @@ class FolderWeightTransfer:
         pause, resume: called around each transfer, if the engine can wait.
         untie: also write the weight that is tied to the embeddings as a head of its own, for an engine that
             reads a folder of `write_for_vllm`.
+        make: whether to make the folder now; otherwise it has to be there when weights are sent.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -50,10 +51,13 @@ class FolderWeightTransfer:
         pause: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
         untie: bool = False,
+        make: bool = True,
     ) -> None:
         self._untie = untie
         self.folder = Path(folder).resolve()
         self._reload, self._pause, self._resume = reload, pause, resume
+        if not make:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

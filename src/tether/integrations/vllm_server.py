@@ -79,6 +79,15 @@ class VLLMServer:
         answer: dict[str, Any] = self._ask("POST", "/v1/completions", timeout, json=payload).json()
         return answer
 
+    def model_name(self) -> str:
+        """What requests have to call its model.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        name: str = self._ask("GET", "/v1/models", self.silence).json()["data"][0]["id"]
+        return name
+
     def info(self) -> dict[str, Any]:
         """The settings it runs with.
 
