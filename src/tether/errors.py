@@ -56,6 +56,10 @@ class StaleSamplerError(TetherError, RuntimeError):
     """A sampler does not have the weights it was given: its log-probabilities are those of others."""
 
 
+class EngineError(TetherError, RuntimeError):
+    """An inference engine, or the process that talks to it, is gone, stuck or cannot do what it is asked."""
+
+
 class SandboxError(TetherError, RuntimeError):
     """The sandbox could not start a program, or was used while closed; never the program's own failure."""
 

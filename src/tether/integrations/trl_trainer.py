@@ -33,7 +33,7 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
-from tether.integrations.lag_metrics import lag_means, lag_sums
+from tether.integrations.lag_metrics import by_process, lag_metrics
 from tether.integrations.packing import add_packing
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
@@ -297,26 +297,14 @@ class OldPolicyTrainer(ReportingTrainer):
         self._count_moved(tokens.kl, mask)
         others = {name: value for name, value in of_objective.items() if name not in _MEASURED_ALREADY}
         metrics = {**others, **tokens.metrics(mask)}
-        acted = (tokens.projected & (mask > 0)).sum()
-        row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
-        # One column a process and one wait: the numbers that follow are plain Python.
-        counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
         mode = "train" if self.model.training else "eval"
-        for name, values in zip(metrics, columns, strict=True):
-            if name.endswith("_max"):
-                combined = max(values)
-            else:
-                combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
-            self._metrics[mode][f"trust_region/{name}"].append(combined)
+        sink = self._metrics[mode]
+        for name, values, weights in by_process(self.accelerator, metrics, tokens, mask):
+            combined = max(values) if name.endswith("_max") else _weighted_mean(values, weights)
+            sink[f"trust_region/{name}"].append(combined)
         if self.anchor == "sampler" and mode == "train":
-            self._log_lag(tokens, mask, inputs)
-
-    def _log_lag(self, tokens: ProjectedTokens, mask: Tensor, inputs: dict[str, Any]) -> None:
-        lag = self._lag(inputs)
-        sums = self.accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
-        oldest = self.accelerator.gather(lag).max().item()
-        for name, mean in {**lag_means(sums), "lag": oldest}.items():
-            self._metrics["train"][f"trust_region/{name}"].append(mean)
+            for name, mean in lag_metrics(self.accelerator, tokens, self._lag(inputs), mask).items():
+                sink[f"trust_region/{name}"].append(mean)
 
 
 class ObjectiveTrainer(OldPolicyTrainer):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.llm.async_settings import check_async
 from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
@@ -19,6 +20,7 @@ from tether.step_back_search import PASSES, Statistic, check_step_back
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
     "output", "resume", "seed", "threads", "damaged_checkpoint", "preflight", "report_to", "push_to_hub",
+    "vllm_port",
 )  # fmt: skip
 
 #: Settings that are one of several things, each with options of its own.
@@ -94,17 +96,25 @@ class TrainConfig:
     chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
 
-    rollouts: Literal["transformers", "vllm"] = "transformers"
-    """What writes the responses while training."""
+    rollouts: Literal["transformers", "vllm", "vllm-async"] = "transformers"
+    """What writes the responses while training: vllm in turns with updates, vllm-async all the time, on a
+    server of its own, with TROLL or the clip around the policy that sampled."""
+    max_lag: int = 4
+    """vllm-async: the most updates a response may be behind when it is used; older ones are dropped."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """vLLM: on the training GPUs, or a server of its own (trl vllm-serve, vllm serve)."""
     vllm_server: str | None = None
-    """vLLM: address of the server, such as http://localhost:8000."""
+    """vLLM: address of the server, such as http://localhost:8000; vllm-async starts its own without one."""
+    vllm_port: int | None = None
+    """vllm-async: port of the server that it starts; by default a free one."""
+    vllm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """vLLM started here: type of its weights, by default that of the trainer's (colocated: on a CPU)."""
     vllm_memory: float = 0.3
     """vLLM: share of each GPU's memory it may take when colocated."""
     anchor: Anchor = "trainer"
     """Which policy an update is kept close to: the trainer's own when the rollouts began, which its network
-    scores; or the one that sampled, from the log-probabilities that its engine reports."""
+    scores; or the one that sampled (vllm-async: always), from the log-probabilities that its engine
+    reports."""
     sampler_weight: float | None = None
     """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
     lag: int = 0
@@ -178,6 +188,7 @@ class TrainConfig:
         self._check_method()
         self._check_batches()
         self._check_hardware()
+        check_async(self)
 
     def _check_method(self) -> None:
         if isinstance(self.method, LossMethod) and self.estimator.name == "gspo":
@@ -203,10 +214,11 @@ class TrainConfig:
             )
         if not 0 < self.vllm_memory < 1:
             raise ConfigError(f"vllm_memory is a share of a GPU's memory, in (0, 1); got {self.vllm_memory}.")
-        if self.vllm_server is not None and (self.rollouts != "vllm" or self.vllm_mode != "server"):
+        uses_server = self.rollouts == "vllm-async" or (self.rollouts, self.vllm_mode) == ("vllm", "server")
+        if self.vllm_server is not None and not uses_server:
             raise ConfigError(
-                f"vllm_server={self.vllm_server!r} is used by rollouts='vllm' with vllm_mode='server' alone; "
-                f"got rollouts={self.rollouts!r}, vllm_mode={self.vllm_mode!r}."
+                f"vllm_server={self.vllm_server!r} is used by rollouts='vllm' with vllm_mode='server' and by "
+                f"rollouts='vllm-async'; got rollouts={self.rollouts!r}, vllm_mode={self.vllm_mode!r}."
             )
         if self.push_to_hub is not None and self.push_to_hub.count("/") > 1:
             raise ConfigError(f"push_to_hub takes 'owner/name' or 'name', got {self.push_to_hub!r}.")
