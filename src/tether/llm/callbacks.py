@@ -21,6 +21,7 @@ from tether.integrations.lag_metrics import lag_names
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Activity
+from tether.llm.moved_tokens import moved_tokens
 from tether.llm.tasks import Task
 from tether.llm.tasks.training import PARTS
 
@@ -210,6 +211,7 @@ class SamplesCallback(TrainerCallback):
                 }
                 for token, kl, projected, log_prob, old_log_prob in columns
             ],
+            "moved": moved_tokens(trainer, inputs, tokens, row, self._tokenizer),
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
