@@ -138,6 +138,18 @@ picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i l)
+# One whose grids are numbered in the order of what they say: MINUTES=30 makes half an hour of them all.
+.PHONY: study-j
+study-j: $(VENV)/.train
+	@set -e; end=$$(( $$(date +%s) + 60 * $(or $(MINUTES),10000) )); \
+	for grid in $(sort $(wildcard benchmarks/studies/j-*.yaml)); do \
+		left=$$(( (end - $$(date +%s)) / 60 )); \
+		if [ $$left -lt 1 ]; then echo "== $$grid: the time was up before it"; continue; fi; \
+		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
+	done
+	table=benchmarks/results/studies/j.csv; \
+	parts=$$(grep -oE ',j-(1-first-family|5-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 

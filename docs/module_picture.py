@@ -41,13 +41,13 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "motion and networks: prodmp, policy, critic": (
             *("episodic.prodmp", "episodic.policy", "episodic.critic", "episodic.networks"),
-            *("episodic.statistics", "episodic.segments"),
+            *("episodic.statistics", "episodic.segments", "episodic.plans", "episodic.via_points"),
         ),
         "an environment: envs, adapters, sampler": (
             *("episodic.env*", "episodic.adapters", "episodic.controllers", "episodic.sampler"),
             *("episodic.workers", "episodic.episodes"),
         ),
-        "training a motion: train, commands, render": ("episodic*",),
+        "training a motion: train, commands, export": ("episodic*",),
     },
     "integrations": {
         "TRL: trl_trainer first": (

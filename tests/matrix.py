@@ -66,7 +66,7 @@ ENVIRONMENTS = {
         "3.13", ("trl", "transformers", "trackio", "wandb"), (*CORE, *TRL, *TRACKERS), constraints=""
     ),
     "verl-oldest": Environment("3.11", ("verl==0.9.0",), VERL, "verl,test", "constraints-verl.txt"),
-    "verl-newest": Environment("3.12", ("verl",), VERL, "verl,test", "constraints-verl.txt"),
+    "verl-newest": Environment("3.11", ("verl",), VERL, "verl,test", "constraints-verl.txt"),
 }
 
 #: Whose versions are told.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import math
 from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
@@ -31,6 +32,17 @@ TOKENS = [
     {"text": "2\n", "kl": 0.06, "projected": True, "log_prob": math.log(0.9), "old_log_prob": math.log(0.8)},
     {"text": "", "kl": math.inf, "projected": True, "log_prob": -math.inf, "old_log_prob": 0.0},
     {"text": EVIL, "kl": math.nan, "projected": False},
+]
+
+MOVED = [
+    {
+        "at": 1,
+        "step": 0.25,
+        "entries": [
+            {"text": "2\n", "old": 0.8, "new": 0.9, "projected": 0.85, "sampled": True},
+            {"text": EVIL, "old": 0.2, "new": 0.1, "projected": 0.15, "sampled": False},
+        ],
+    }
 ]
 
 
@@ -89,7 +101,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_run: WriteRun) -> Pat
                 [{"reward": 0.1, "kl_mean": 0.01, "kl_max": 0.3, "projected": 0.2, "odd_number": 7.0}] * 3,
                 [{"step": 0, "success": 0.3, "problems": 50}, {"step": 3, "success": final, "problems": 50}],
                 samples=[
-                    {"prompt": f"What? {EVIL}", "reference": "42", "reward": 1.0, "tokens": TOKENS},
+                    {
+                        "prompt": f"What? {EVIL}",
+                        "reference": "42",
+                        "reward": 1.0,
+                        "tokens": TOKENS,
+                        "moved": MOVED,
+                    },
                     {
                         "prompt": [{"role": "user", "content": "Chat?"}],
                         "reference": EVIL,
@@ -124,7 +142,7 @@ def page(folder: Path) -> Page:
 def test_the_page_needs_nothing_from_elsewhere(page: Page) -> None:
     links = page.links()
     assert len(links) >= 12
-    assert all(link.startswith("data:image/png;base64,") for link in links)
+    assert all(link.startswith("data:") for link in links)
     assert "url(" not in page.html
     assert "@import" not in page.html
     policy = [attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv")]
@@ -146,8 +164,27 @@ def test_the_plots_lie_beside_the_page_too_in_both_themes(folder: Path, page: Pa
     names = {path.name for path in plots.iterdir()}
     expected = {"eval-success", "reward", "kl_mean", "kl_max", "projected", "all-metrics-1"}
     assert names == {f"{name}{theme}.png" for name in expected for theme in ("", "-dark")}
-    embedded = {base64.b64decode(link.partition(",")[2]) for link in page.links()}
+    shown = [link for link in page.links() if link.startswith("data:image/png")]
+    embedded = {base64.b64decode(link.partition(",")[2]) for link in shown}
     assert embedded == {path.read_bytes() for path in plots.iterdir()}
+
+
+def test_each_plot_can_be_taken_away_as_svg_and_its_points_as_csv(page: Page) -> None:
+    files = {
+        str(attributes["download"]): base64.b64decode(str(attributes["href"]).partition(",")[2]).decode()
+        for tag, attributes in page.tags
+        if tag == "a"
+    }
+    assert {name.partition(".")[2] for name in files} == {"svg", "csv"}
+    assert len(files) == 2 * len([tag for tag, _ in page.tags if tag == "img"])
+    assert "Success on held-out problems" in files["eval-success.svg"]
+    assert "<script" not in files["eval-success.svg"]
+    rows = list(csv.reader(files["eval-success.csv"].splitlines()))
+    assert rows[0] == ["panel", "method", "run", "x", "y"]
+    finals = {(method, int(run)): float(y) for _, method, run, x, y in rows[1:] if float(x) == 3}
+    assert finals == {
+        (label, i + 1): value for label, values in FINALS.items() for i, value in enumerate(values)
+    }
 
 
 def test_each_plot_has_a_light_and_a_dark_face(page: Page) -> None:
@@ -334,6 +371,15 @@ def test_tokens_carry_tint_mark_and_numbers(page: Page) -> None:
     assert third["data-tip"] == "KL inf nats\nprobability 100 % → 0 %\nprojected back to the bound"
     assert fourth["class"] == "tok k0"
     assert fourth["data-tip"] == "KL nan nats"
+
+
+def test_a_moved_token_is_drawn_as_bars(page: Page) -> None:
+    assert "Token 2, 2↵ : old, new and projected probabilities" in page.text
+    assert "The loss sees the projection, 25 % of the way from old to new" in page.text
+    widths = [str(attributes["style"]) for tag, attributes in page.tags if tag == "i"][:3]
+    assert widths == ["width:48.0%", "width:54.0%", "width:51.0%"]  # 60 % of the room is a certain token
+    opened = [attributes for attributes in page.of_class("moved") if "open" in attributes]
+    assert len(opened) == 2  # one of each method
 
 
 def test_responses_are_marked_right_partly_right_or_wrong(page: Page) -> None:

@@ -6,12 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from short_run import config
 
+from tether.llm import moved_tokens
 from tether.llm.callbacks import SamplesCallback
+from tether.llm.methods import TROLL
 from tether.llm.models import load_model_and_tokenizer
 from tether.llm.tasks import make_task
+from tether.llm.train import train
+
+# Two passes in float32, whose log-probabilities differ by some hundred roundings.
+TOLERANCE = 1e-4
 
 
 def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_path: Path) -> None:
@@ -34,3 +41,35 @@ def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_p
     callback._on_tokens(trainer, inputs, tokens)
     callback.on_step_end(None, state, None)
     assert [(row["prompt"], row["reward"], len(row["tokens"])) for row in kept] == [("29+29=", 1.0, 2)]
+
+
+def test_the_bars_of_a_token_are_its_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every entry kept they sum to one, and what was projected lies on the bound."""
+    monkeypatch.setattr(moved_tokens, "ENTRIES", 1000)
+    changes = {
+        "steps": 8,
+        "updates_per_rollout": 8,
+        "save_every": 0,
+        "learning_rate": 3e-3,
+        "method": TROLL(mass=1.0),
+    }
+    run = train(config(tmp_path / "run", **changes))
+    rows = run.samples(run.sample_steps()[-1])
+    moved = [(row["tokens"][one["at"]], one) for row in rows for one in row["moved"]]
+    assert len(moved) == 4  # two responses an update, two tokens each
+    assert any(token["projected"] for token, _ in moved)
+    for token, one in moved:
+        old, new, projected = (
+            torch.tensor([entry[name] for entry in one["entries"]], dtype=torch.float64)
+            for name in ("old", "new", "projected")
+        )
+        assert [entry["text"] for entry in one["entries"] if entry["sampled"]] == [token["text"]]
+        for probabilities in (old, new, projected):
+            assert probabilities.sum().item() == pytest.approx(1.0, abs=TOLERANCE)
+        place = [entry["sampled"] for entry in one["entries"]].index(True)
+        assert projected[place].log().item() == pytest.approx(token["log_prob"], abs=TOLERANCE)
+        moved_by = torch.special.xlogy(new, new / old).nansum().item()
+        assert moved_by == pytest.approx(token["kl"], abs=TOLERANCE)
+        if token["projected"]:
+            kept = torch.special.xlogy(projected, projected / old).nansum().item()
+            assert kept == pytest.approx(0.05, abs=TOLERANCE)

@@ -27,6 +27,15 @@ def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
 
 
+def sampler_tolerance_field() -> Any:
+    """The setting `troll_sampler_tolerance`."""
+    return _option(
+        None,
+        "vLLM with records: mean difference of log-probabilities to the trainer's own, right after new "
+        "weights, above which training stops; by default 1e-3 in float32 and 0.05 in half precision.",
+    )
+
+
 @dataclass
 class RegionFields:
     """Settings of the trust region that every trainer of TRL takes, synchronous or not."""
@@ -92,12 +101,7 @@ class TROLLConfig(RegionFields, GRPOConfig):
         "samplers "
         "that are not the trainer's policy; 2 is usual.",
     )
-    troll_sampler_tolerance: float | None = _option(
-        None,
-        "vLLM with records: mean difference of log-probabilities to the trainer's own, right after new "
-        "weights, "
-        "above which training stops; by default 1e-3 in float32 and 0.05 in half precision.",
-    )
+    troll_sampler_tolerance: float | None = sampler_tolerance_field()
     troll_pack_sequences: bool = _option(
         False, "Run the model on the tokens of a micro-batch without their padding, back to back."
     )

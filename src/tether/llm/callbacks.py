@@ -21,6 +21,7 @@ from tether.integrations.lag_metrics import lag_names
 from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation
 from tether.llm.failures import Activity
+from tether.llm.moved_tokens import moved_tokens
 from tether.llm.tasks import Task
 from tether.llm.tasks.training import PARTS
 
@@ -38,6 +39,11 @@ _METRICS = {
     "clip_ratio/region_mean": "clipped",
     "kl": "reference_kl",
     "step_time": "step_seconds",
+    # TRL's asynchronous trainer.
+    "perf/step_s": "step_seconds",
+    "perf/rollout_wait_s": "rollout_wait_seconds",
+    "perf/weight_sync_s": "transfer_seconds",
+    "sample/dropped_stale_total": "dropped_stale",
     **{
         f"trust_region/{name}": name
         for name in (
@@ -45,7 +51,7 @@ _METRICS = {
             *("regression", "tail_mass", "certified", "uncertain", "old_policy_bytes", "stopped", "lag"),
             # What a rival's loss measures; its clip replaces TRL's, which never acts then.
             *("clipped", "ratio_mean", "ratio_max", "weight_mean", "covariance_mean"),
-            *("divergence_mean", "divergence_max", "sampler_mismatch"),
+            *("divergence_mean", "divergence_max", "sampler_mismatch", "effective_share"),
         )
     },
     "step_back/fraction": "network_kept",
@@ -81,6 +87,7 @@ class MetricsCallback(TrainerCallback):
         self._responses = config.prompts_per_rollout * config.responses_per_prompt
         self._meter = meter
         self._taken: dict[str, float] = {}
+        self._asynchronous = config.rollouts == "vllm-async"
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure this step alone."""
@@ -95,6 +102,8 @@ class MetricsCallback(TrainerCallback):
         if not logs or "loss" not in logs:  # the summary at the end of training
             return
         numbers = {ours: float(logs[theirs]) for theirs, ours in _METRICS.items() if theirs in logs}
+        if self._asynchronous:  # which estimates KL(new || sampler) under that name
+            numbers.pop("reference_kl", None)
         numbers |= {name: float(value) for name, value in logs.items() if name.startswith(PARTS)}
         if "truncated" in numbers:  # logged where responses were written: a share, and how many that is
             numbers["truncated_responses"] = round(numbers["truncated"] * self._responses)
@@ -214,6 +223,7 @@ class SamplesCallback(TrainerCallback):
                 }
                 for token, kl, projected, log_prob, old_log_prob in columns
             ],
+            "moved": moved_tokens(trainer, inputs, tokens, row, self._tokenizer),
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -18,6 +18,7 @@ from tether.experiments.trackers import check_trackers
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
+from tether.llm.rollouts import able_to_generate, check_vllm, server_at_hand
 from tether.llm.run_kind import LLM_RUNS
 from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # Settings of a run that may be different when it is continued: how much, and what memory takes.
 _MAY_CHANGE = (
     "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
+    "vllm_server",
 )  # fmt: skip
 
 
@@ -57,6 +59,7 @@ def train(config: TrainConfig) -> RunFolder:
     task = make_task(config.task, **config.task_options)
     with closing(task):
         problems = task.problems(config.eval_split, config.eval_problems, 0)
+        check_vllm(config, on_cpu=_device(config).type == "cpu" and sharding() != "everything")
         check_before_loading(config, task)
         check_trackers(config.report_to)
         if config.push_to_hub is not None:
@@ -114,7 +117,10 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
 
 def _build(config: TrainConfig, model: Any, tokenizer: Any, task: Any) -> OldPolicyTrainer:
     """The trainer, built before the run's folder so that a refusal leaves nothing behind."""
-    from tether.llm.trainers import make_trainer
+    if config.rollouts == "vllm-async":
+        from tether.llm.async_training import make_async_trainer as make_trainer
+    else:
+        from tether.llm.trainers import make_trainer
 
     # TRL makes its output folder at once; checkpoints go elsewhere (`_save_checkpoint`).
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +168,10 @@ def _run(
             chat_template_options=config.chat_template_options,
         )  # fmt: skip
         stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, activity)
-        with stopping_on_interrupt(stop, progress.message):
+        with (
+            stopping_on_interrupt(stop, progress.message),
+            server_at_hand(config, trainer, tokenizer, progress.message),
+        ):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
         if trainer.state.global_step < config.steps:
             progress.message(
@@ -222,7 +231,9 @@ def _add_callbacks(
         trainer.add_callback(MetricsCallback(run, progress, config, meter))
         if config.report_to:
             trainer.add_callback(TrackerCallback(run))
-    trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, activity))
+    trainer.add_callback(
+        EvaluationCallback(run, progress, able_to_generate(config, trainer, evaluate), config, activity)
+    )
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
         samples.watch(trainer)

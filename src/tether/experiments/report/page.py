@@ -192,8 +192,11 @@ def _media(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 def _embedded(picture: Picture) -> dict[str, str]:
     return {
+        "name": picture.name,
         "title": picture.title,
         "caption": picture.caption,
+        "svg": _data_uri("image/svg+xml", picture.svg.encode()),
+        "csv": _data_uri("text/csv", picture.csv.encode()),
         **{theme: _data_uri("image/png", png) for theme, png in picture.png.items()},
     }
 

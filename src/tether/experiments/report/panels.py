@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tether.experiments.plots import Panel, Theme, curves_figure, png_bytes, small_multiples, stacked_bars
+from tether.experiments.plots import (
+    Panel,
+    Theme,
+    curves_figure,
+    png_bytes,
+    small_multiples,
+    stacked_bars,
+    svg_text,
+)
 from tether.experiments.report.lag_panels import is_by_lag, lag_panels
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData, by_label
@@ -34,6 +44,10 @@ class Picture:
     title: str
     caption: str
     png: Mapping[Theme, bytes]
+    svg: str
+    """The light one."""
+    csv: str
+    """What is drawn: a line a point."""
 
 
 _NOT_METRICS = {"step", "time_s", "problems"}
@@ -48,10 +62,10 @@ def pictures(runs: Sequence[RunData], background: frozenset[str] = frozenset()) 
         panel = _panel(runs, spec, background)
         if panel is not None:
             name = f"{'eval-' if spec.source == 'eval' else ''}{spec.metric}"
-            made.append(_picture(name, spec.title, spec.caption, _of_panel(panel)))
+            made.append(_picture(name, spec.title, spec.caption, _of_panel(panel), points_csv([panel])))
     for panel in lag_panels(runs, background):
-        made.append(_picture(panel.title.lower().replace(" ", "-").replace(",", ""), panel.title, _OF_LAGS,
-                             _of_panel(panel)))  # fmt: skip
+        name = panel.title.lower().replace(" ", "-").replace(",", "")
+        made.append(_picture(name, panel.title, _OF_LAGS, _of_panel(panel), points_csv([panel])))
     return made + _time_split(runs)
 
 
@@ -78,7 +92,8 @@ def other_pictures(runs: Sequence[RunData], background: frozenset[str] = frozens
         some = panels[start : start + _PANELS_A_PICTURE]
         number = start // _PANELS_A_PICTURE + 1
         figures = {theme: small_multiples(some, theme) for theme in THEMES}
-        made.append(_picture(f"all-metrics-{number}", f"All other metrics, part {number}", "", figures))
+        title = f"All other metrics, part {number}"
+        made.append(_picture(f"all-metrics-{number}", title, "", figures, points_csv(some)))
     return made
 
 
@@ -180,12 +195,36 @@ def _time_split(runs: Sequence[RunData]) -> list[Picture]:
         return []
     title = "Time of an iteration"
     figures = {theme: stacked_bars(parts, theme, title=title, x_label="seconds") for theme in THEMES}
-    return [
-        _picture("time-split", title, "Mean seconds of an iteration by what they were spent on.", figures)
+    rows = [(label, part, value) for label, split in parts.items() for part, value in split.items()]
+    caption = "Mean seconds of an iteration by what they were spent on."
+    return [_picture("time-split", title, caption, figures, _csv([("method", "part", "seconds"), *rows]))]
+
+
+def points_csv(panels: Sequence[Panel]) -> str:
+    """The points of panels as they are drawn, a line each.
+
+    >>> print(points_csv([Panel("Success", {"troll": [Curve([0, 10], [0.3, 0.6])]})]))
+    panel,method,run,x,y
+    Success,troll,1,0,0.3
+    Success,troll,1,10,0.6
+    <BLANKLINE>
+    """
+    rows = [
+        (panel.title, label, number, f"{x:.7g}", f"{y:.7g}")
+        for panel in panels
+        for label, curves in panel.curves.items()
+        for number, curve in enumerate(curves, 1)
+        for x, y in zip(curve.x, curve.y, strict=True)
     ]
+    return _csv([("panel", "method", "run", "x", "y"), *rows])
 
 
-def _picture(name: str, title: str, caption: str, figures: Mapping[Theme, Figure]) -> Picture:
-    return Picture(
-        name, title, caption, {theme: png_bytes(figure, theme) for theme, figure in figures.items()}
-    )
+def _csv(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _picture(name: str, title: str, caption: str, figures: Mapping[Theme, Figure], data: str) -> Picture:
+    png = {theme: png_bytes(figure, theme) for theme, figure in figures.items()}
+    return Picture(name, title, caption, png, svg_text(figures["light"]), data)

@@ -36,10 +36,18 @@ def samples(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             "scale": scale,
             "scale_is_bound": bound is not None,
             "level_texts": tint_texts([f"{level * scale:.2g}" for level in LEVELS]),
-            "responses": [_response(row, scale) for row in rows],
+            "responses": _with_one_open([_response(row, scale) for row in rows]),
         }
         for run, step, rows in chosen
     ]
+
+
+def _with_one_open(responses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where a projection can be seen at a glance: the first response that has one."""
+    seen = next(
+        (one for one in responses if any("projected" in bars["names"] for bars in one["moved"])), None
+    )
+    return [{**one, "open": one is seen} for one in responses]
 
 
 def choose(rows: Sequence[Mapping[str, Any]], count: int = SHOWN_RESPONSES) -> list[Mapping[str, Any]]:
@@ -61,6 +69,29 @@ def _response(row: Mapping[str, Any], scale: float) -> dict[str, Any]:
         "tokens": tokens,
         "projected": sum(token["projected"] for token in tokens),
         "largest_kl": f"{_largest_kl(row):.2g}" if tokens else "-",
+        "moved": [_bars(one, tokens) for one in row.get("moved", []) if 0 <= one["at"] < len(tokens)],
+    }
+
+
+def _bars(moved: Mapping[str, Any], tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A token's old, new and projected distribution, a few entries of each as bars."""
+    step, token = float(moved["step"]), tokens[moved["at"]]
+    names = ("old", "new", "projected") if token["projected"] else ("old", "new")
+    return {
+        "text": token["text"],
+        "place": moved["at"] + 1,
+        "step": f"{100 * step:.0f} %",
+        "names": names,
+        "entries": [
+            {
+                "text": visible(str(entry["text"])),
+                "sampled": bool(entry.get("sampled")),
+                "bars": {
+                    name: (100 * float(entry[name]), f"{100 * float(entry[name]):.3g} %") for name in names
+                },
+            }
+            for entry in moved["entries"]
+        ],
     }
 
 
