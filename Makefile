@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-# verl cannot share an environment with TRL 1.16, and needs Python 3.11 or 3.12.
+# verl cannot share an environment with TRL, and needs Python 3.11 or 3.12.
 VERL_VENV := .venv-verl
 VERL_BIN  := $(VERL_VENV)/bin
 VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600 --ignore=src/tether/integrations/verl/megatron.py"
@@ -85,6 +85,11 @@ test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environme
 
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
 	$(VERL_PYTEST) -m slow tests/verl
+
+# Each environment is of its own; names after ENVIRONMENTS= choose some of tests/matrix.py.
+.PHONY: test-matrix
+test-matrix:  ## the plug-ins over the oldest and newest versions people have, table in docs/versions.md (minutes each)
+	$(PYTHON) tests/matrix.py $(ENVIRONMENTS)
 
 test-portable: $(VENV)/.test  ## numeric tests under every arithmetic of this processor (20 minutes on two cores)
 	$(BIN)/python tests/portable.py
@@ -169,4 +174,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .venv-matrix-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -15,6 +15,7 @@ from tether.episodic.presets import choose
 from tether.episodic.render import Film
 from tether.errors import ConfigError
 from tether.experiments.study_table import check_table_path
+from tether.experiments.trackers import TrackerName
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class TrainConfig:
     """Write figures/motion.mp4 at the end, the untrained motion beside the trained one."""
 
     tensorboard: bool = False
-    """Mirror metrics into TensorBoard files."""
+    """The same as --report-to tensorboard."""
+
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the run's numbers."""
 
     def folder(self) -> Path:
         """Where the run goes."""

@@ -7,7 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-# First, because it says what to install where TRL is missing or another version.
+# First, because they say what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
 from tether.integrations.trl_config import RegionFields, lag_bound, sampler_tolerance_field
 
 # isort: split

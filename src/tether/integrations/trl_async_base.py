@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+# First, because it says what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
+
+# isort: split
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+# First, because it says what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list

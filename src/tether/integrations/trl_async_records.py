@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tether.errors import ConfigError, EngineError, InvalidInputError, TetherError
 from tether.integrations.sampler_reports import Reported
+from tether.integrations.trl_seam import TRL
 from tether.projection import SampledPolicy
 from tether.projection.sparse import EMPTY
 
@@ -226,7 +227,7 @@ class RecordCollator:
             if not torch.equal(packed, expected):
                 raise TetherError(
                     "TRL packed the loss terms of a row in another order than samples and positions, so the "
-                    "records would be other tokens'. Tether works with TRL 1.16."
+                    f"records would be other tokens'. Tested is {TRL}."
                 )
         for name, fill in _FILL.items():
             batch[name] = pad_sequence([entry[name] for entry in added], True, fill)

@@ -14,6 +14,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+# First, because it says what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
+
+# isort: split
 from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo.async_rollout_worker import (
     AsyncRolloutWorker,

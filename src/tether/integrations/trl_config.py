@@ -10,18 +10,11 @@ from tether.errors import ConfigError, InvalidInputError, MissingDependencyError
 from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
 
 try:
-    import trl
     from trl import GRPOConfig
 except ImportError as error:
     raise MissingDependencyError(
-        f"tether.integrations.trl needs TRL 1.16 ({error}). Install it with: pip install 'tether-rl[llm]'"
+        f"tether.integrations.trl needs TRL ({error}). Install it with: pip install 'tether-rl[llm]'"
     ) from error
-
-if not trl.__version__.startswith("1.16."):
-    raise MissingDependencyError(
-        f"tether.integrations.trl works with TRL 1.16, found {trl.__version__}. "
-        "Install it with: pip install 'trl>=1.16,<1.17'"
-    )
 
 # The loss types whose only use of the trust region is the clip that TROLL replaces.
 _CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

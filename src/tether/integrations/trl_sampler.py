@@ -139,7 +139,7 @@ class ReportingTrainer(LaggedTrainer):
 
     @property
     def _trl_scores(self) -> bool:
-        """Whether TRL asks for the old policy's log-probabilities of a batch of rollouts, as of 1.16."""
+        """Whether TRL asks for the old policy's log-probabilities of a batch of rollouts."""
         together = self.args.steps_per_generation * self.num_iterations
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return bool(self.args.gradient_accumulation_steps % together != 0 or corrects)

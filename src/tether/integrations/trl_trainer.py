@@ -49,6 +49,7 @@ from tether.integrations.trl_old_policy import (
     unpack,
 )
 from tether.integrations.trl_sampler import ReportingTrainer
+from tether.integrations.trl_seam import scoring_of
 from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
 from tether.integrations.trl_step_scale import StepScale
 from tether.integrations.trl_warnings import warn_of_settings
@@ -208,7 +209,7 @@ class OldPolicyTrainer(ReportingTrainer):
     ) -> Any:
         if self._answers_scoring(model):
             return self._reported_log_probs(input_ids, logits_to_keep), None, None
-        score = super()._get_per_token_logps_and_entropies
+        of_trl = super()._get_per_token_logps_and_entropies
         packing = {"pack_sequences": True} if self.pack_sequences else {}
         recording = self._recorded is not None and model is self.model
         if isinstance(model, Evaluation):
@@ -217,8 +218,8 @@ class OldPolicyTrainer(ReportingTrainer):
             evaluation = Evaluation(model, {**packing, **self._own_support, "keep_hidden": self.keep_hidden})
         else:  # the reference policy
             stand_in = Evaluation(model, packing) if packing else model
-            return score(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        log_probs, entropies, *rest = score(
+            return of_trl(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        log_probs, entropies, *rest = scoring_of(self, of_trl)(
             evaluation, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
         evaluation.keep(log_probs, entropies)
@@ -334,7 +335,7 @@ class ObjectiveTrainer(OldPolicyTrainer):
         }
 
     def _share(self, inputs: dict[str, Any]) -> Tensor | float:
-        """From the average over a micro-batch to its part in an update, as TRL weighs it (1.16)."""
+        """From the average over a micro-batch to its part in an update, as TRL weighs it."""
         training = self.model.training
         accumulation = self.current_gradient_accumulation_steps if training else 1.0
         if self.loss_type != "dapo":

@@ -112,6 +112,18 @@ class MetricsCallback(TrainerCallback):
         self._progress.update(state.global_step, **numbers)
 
 
+class TrackerCallback(TrainerCallback):
+    """Every number TRL logs, under its own name, to the run's trackers."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """As ``trl/<name>``."""
+        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        self._run.track("trl", state.global_step, numbers)
+
+
 class EvaluationCallback(TrainerCallback):
     """Measure success on held-out problems before, during and after training.
 
@@ -277,14 +289,6 @@ def _any_of(accelerator: Accelerator, mine: bool) -> bool:
         return mine
     flag = torch.tensor([float(mine)], device=accelerator.device)
     return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
-
-
-def tensorboard_callback(folder: Path) -> TrainerCallback:
-    """Every number TRL logs, under its own names, as event files in ``folder``."""
-    from torch.utils.tensorboard.writer import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
 @contextmanager

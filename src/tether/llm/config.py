@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.experiments.trackers import TrackerName
 from tether.llm.async_settings import check_async
 from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
@@ -157,8 +158,9 @@ class TrainConfig:
     """On resume, what to do with a checkpoint whose files are not those that were written."""
     preflight: Literal["warn", "refuse", "off"] = "warn"
     """Checks before training: stop at what cannot work and warn of the rest, stop at both, or no checks."""
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers that get every number TRL logs; the run's folder holds TensorBoard files in any case."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the run's numbers, and TRL's own; the run's folder holds TensorBoard files in any
+    case."""
     push_to_hub: str | None = None
     """Upload the trained model, with its card, to this repository of the Hugging Face hub."""
 

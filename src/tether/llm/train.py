@@ -14,6 +14,7 @@ import torch
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
+from tether.experiments.trackers import check_trackers
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
@@ -60,6 +61,7 @@ def train(config: TrainConfig) -> RunFolder:
         problems = task.problems(config.eval_split, config.eval_problems, 0)
         check_vllm(config, on_cpu=_device(config).type == "cpu" and sharding() != "everything")
         check_before_loading(config, task)
+        check_trackers(config.report_to)
         if config.push_to_hub is not None:
             check_hub_access(config.push_to_hub)
         model, tokenizer = load_model_and_tokenizer(
@@ -108,7 +110,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         resume=config.resume,
         may_change=_MAY_CHANGE,
         current_settings=LLM_RUNS.current_settings,
-        tensorboard=True,
+        trackers=("tensorboard", *config.report_to),
     ) as run:
         yield run
 
@@ -218,7 +220,7 @@ def _add_callbacks(
         EvaluationCallback,
         MetricsCallback,
         SamplesCallback,
-        tensorboard_callback,
+        TrackerCallback,
     )
     from tether.llm.failures import FiniteGradients
 
@@ -227,8 +229,8 @@ def _add_callbacks(
         # From here on memory counts: the model is loaded, the checkpoint to continue from is not.
         meter = StepMeter(trainer.accelerator.device)
         trainer.add_callback(MetricsCallback(run, progress, config, meter))
-        if "tensorboard" in config.report_to:
-            trainer.add_callback(tensorboard_callback(run.path / "tensorboard" / "trl"))
+        if config.report_to:
+            trainer.add_callback(TrackerCallback(run))
     trainer.add_callback(
         EvaluationCallback(run, progress, able_to_generate(config, trainer, evaluate), config, activity)
     )

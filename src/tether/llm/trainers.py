@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.errors import ConfigError, MissingDependencyError
+from tether.errors import ConfigError
 from tether.llm.config import TrainConfig
 from tether.llm.process import process_count
 from tether.llm.rollouts import colocated_engine, vllm_settings
@@ -105,7 +104,7 @@ def training_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str
         "dataloader_pin_memory": not cpu,
         "save_strategy": "no",
         "eval_strategy": "no",
-        "report_to": _trackers(config),
+        "report_to": "none",  # the run's trackers get TRL's numbers too
         "run_name": f"{config.output.name}, {config.label}, seed {config.seed}",
         "logging_steps": 1,
         "disable_tqdm": True,
@@ -121,17 +120,6 @@ def _responses_per_process(config: TrainConfig) -> int:
             f"{processes} processes. Set micro_batch_size to a multiple of their number."
         )
     return config.responses_per_micro_batch // processes
-
-
-def _trackers(config: TrainConfig) -> list[str]:
-    """The trackers TRL reports to; TensorBoard is fed by the run, into its own folder."""
-    chosen: list[str] = [name for name in config.report_to if name != "tensorboard"]
-    for name in chosen:
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(
-                f"report_to names {name}, which is not installed: pip install {name}"
-            )
-    return chosen or ["none"]
 
 
 def problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
