@@ -76,6 +76,21 @@ $(VLLM_VENV)/.test: pyproject.toml
 test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
 
+# Both evaluations in one environment, so that neither has another torch or transformers.
+LM_EVAL_VENV := .venv-lm-eval
+LM_EVAL_BIN  := $(LM_EVAL_VENV)/bin
+
+$(LM_EVAL_VENV)/.test: pyproject.toml constraints.txt
+	@echo "Installing lm-evaluation-harness beside Tether into $(LM_EVAL_VENV) (once) ..."
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  "lm-eval==0.4.13" --editable ".[llm]"
+	@touch $@
+
+.PHONY: lm-eval-agreement
+lm-eval-agreement: $(LM_EVAL_VENV)/.test models/smollm2-135m-instruct  ## tether llm eval beside lm-evaluation-harness: DATA=folder of GSM8K
+	$(LM_EVAL_BIN)/python benchmarks/lm_eval_agreement.py --data $(DATA)
+
 # One thread a process: two processes share the cores.
 test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
@@ -174,4 +189,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .venv-matrix-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) $(LM_EVAL_VENV) .venv-matrix-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
