@@ -89,8 +89,10 @@ class TrainConfig:
     chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
 
-    rollouts: Literal["transformers", "vllm"] = "transformers"
-    """What writes the responses while training."""
+    rollouts: Literal["transformers", "compact", "vllm"] = "transformers"
+    """What writes the responses while training. compact: Transformers too, but each prompt is read once for
+    all of its responses and rows that have ended leave the batch; fastest without vLLM, and used for
+    evaluations as well."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """vLLM: on the training GPUs, or a server of its own (trl vllm-serve, vllm serve)."""
     vllm_server: str | None = None
@@ -117,6 +119,9 @@ class TrainConfig:
     """Recompute activations in the backward pass to save memory."""
     pack_sequences: bool = False
     """Run the model on a micro-batch's tokens without their padding; pays where lengths differ."""
+    share_prefixes: bool = False
+    """Compute once what the sequences of a micro-batch begin with alike, such as the prompt of a group, and
+    leave out padding; pays where prompts are long."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto" uses an accelerator where there is one."""
     threads: int | None = None
