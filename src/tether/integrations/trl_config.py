@@ -105,6 +105,9 @@ class TROLLConfig(RegionFields, GRPOConfig):
     troll_pack_sequences: bool = _option(
         False, "Run the model on the tokens of a micro-batch without their padding, back to back."
     )
+    troll_share_prefixes: bool = _option(
+        False, "Compute once what the sequences of a micro-batch begin with alike, such as a group's prompt."
+    )
 
     def __post_init__(self) -> None:
         """Check the settings and choose the number of updates a rollout batch."""
@@ -116,10 +119,9 @@ class TROLLConfig(RegionFields, GRPOConfig):
         super().__post_init__()
         TROLLSettings.read(self, "troll_")
         _check_anchor(self)
-        if not isinstance(self.troll_pack_sequences, bool):
-            raise ConfigError(
-                f"troll_pack_sequences must be True or False, got {self.troll_pack_sequences!r}."
-            )
+        for name in ("troll_pack_sequences", "troll_share_prefixes"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _check_combinations(self)
 
 

@@ -34,7 +34,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
 from tether.integrations.lag_metrics import by_process, lag_metrics
-from tether.integrations.packing import add_packing
+from tether.integrations.packing import Packing, add_packing
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl_evaluation import Evaluation
@@ -86,7 +86,9 @@ class OldPolicyTrainer(ReportingTrainer):
         step_scale: the largest weight of a response, such as 2, for a learning rate that shrinks with the
             effective number of an update's responses; see `trl_step_scale.StepScale`.
         support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
-        pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
+        pack_sequences: run the model on a micro-batch without its padding; "shared": and compute once what
+            its sequences begin with alike, such as a group's prompt; see `tether.integrations.packing`.
+        compact_rollouts: see `trl_sampler.ReportingTrainer`.
         anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
             the one that TRL scores; sampler_weight, sampler_tolerance: see `trl_sampler.ReportingTrainer`.
             (From support_top_k on these are settings of `TROLLConfig` in `TROLLTrainer`.)
@@ -106,7 +108,7 @@ class OldPolicyTrainer(ReportingTrainer):
         *args: Any,
         support_top_k: int = TROLLSettings.top_k,
         support_mass: float = 1.0,
-        pack_sequences: bool = False,
+        pack_sequences: Packing = False,
         step_back: StepBackOptions | float | None = None,
         step_scale: float | None = None,
         **kwargs: Any,
@@ -210,7 +212,7 @@ class OldPolicyTrainer(ReportingTrainer):
         if self._answers_scoring(model):
             return self._reported_log_probs(input_ids, logits_to_keep), None, None
         of_trl = super()._get_per_token_logps_and_entropies
-        packing = {"pack_sequences": True} if self.pack_sequences else {}
+        packing = {"pack_sequences": self.pack_sequences} if self.pack_sequences else {}
         recording = self._recorded is not None and model is self.model
         if isinstance(model, Evaluation):
             evaluation = model
@@ -245,7 +247,7 @@ class OldPolicyTrainer(ReportingTrainer):
             return super()._compute_loss(model, inputs)
         keywords = self._evaluation_keywords(inputs)
         if self.pack_sequences:
-            keywords = {**keywords, "pack_sequences": True}
+            keywords = {**keywords, "pack_sequences": self.pack_sequences}
         evaluation = Evaluation(model, keywords)
         loss: Tensor = super()._compute_loss(evaluation, self._inputs_of_trl(inputs))
         if IDS not in inputs:  # every batch of rollouts serves one update: the policy is its own old policy

@@ -21,6 +21,7 @@ _NOT_THERE: dict[str, tuple[object, str]] = {
     "lag": (0, "data are as old as the server is behind; set max_lag"),
     "mask_truncated": (False, "TRL's asynchronous trainer does not tell which responses were cut off"),
     "pack_sequences": (False, "its sequences are packed anyway"),
+    "share_prefixes": (False, "TRL packs its sequences, each with its own prompt"),
     "quantization": ("none", "a server cannot take over 4-bit weights; use lora_rank without it"),
 }
 

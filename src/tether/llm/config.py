@@ -97,9 +97,11 @@ class TrainConfig:
     chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
 
-    rollouts: Literal["transformers", "vllm", "vllm-async"] = "transformers"
-    """What writes the responses while training: vllm in turns with updates, vllm-async all the time, on a
-    server of its own, with TROLL or the clip around the policy that sampled."""
+    rollouts: Literal["transformers", "compact", "vllm", "vllm-async"] = "transformers"
+    """What writes the responses while training. compact: Transformers too, but each prompt is read once for
+    all of its responses and rows that have ended leave the batch; fastest without vLLM, and used for
+    evaluations as well. vllm: in turns with updates; vllm-async: all the time, on a server of its own, with
+    TROLL or the clip around the policy that sampled."""
     max_lag: int = 4
     """vllm-async: the most updates a response may be behind when it is used; older ones are dropped."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
@@ -135,6 +137,9 @@ class TrainConfig:
     """Recompute activations in the backward pass to save memory."""
     pack_sequences: bool = False
     """Run the model on a micro-batch's tokens without their padding; pays where lengths differ."""
+    share_prefixes: bool = False
+    """Compute once what the sequences of a micro-batch begin with alike, such as the prompt of a group, and
+    leave out padding; pays where prompts are long."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto" uses an accelerator where there is one."""
     threads: int | None = None

@@ -31,7 +31,7 @@ def check_vllm(config: TrainConfig, *, on_cpu: bool) -> None:
         MissingDependencyError: it is not installed.
         ConfigError: it is not for this machine.
     """
-    if config.rollouts == "transformers":
+    if not config.rollouts.startswith("vllm"):
         return
     remote = config.vllm_server is not None
     if importlib.util.find_spec("vllm") is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Settings of a run that may be different when it is continued: how much, and what memory takes.
 _MAY_CHANGE = (
     "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
-    "vllm_server",
+    "vllm_server", "share_prefixes",
 )  # fmt: skip
 
 
@@ -162,10 +162,11 @@ def _run(
         trainer.args.output_dir = str(config.output / UNFINISHED)
         trainer.remove_callback(PrinterCallback)
         evaluate = functools.partial(
-            evaluate_model, trainer.model, tokenizer, task, problems,
+            _in_the_precision_of_rollouts, config, trainer, evaluate_model, trainer.model, tokenizer, task,
+            problems,
             samples=config.eval_samples, temperature=config.temperature,
             max_response_tokens=config.max_response_tokens,
-            chat_template_options=config.chat_template_options,
+            chat_template_options=config.chat_template_options, compact=config.rollouts == "compact",
         )  # fmt: skip
         stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, activity)
         with (
@@ -184,6 +185,14 @@ def _run(
         run.mark_finished()
         if config.push_to_hub is not None:
             upload(run.path / "model", config.push_to_hub, progress.message)
+
+
+def _in_the_precision_of_rollouts(
+    config: TrainConfig, trainer: OldPolicyTrainer, evaluate: Callable[..., Evaluation], *args: Any, **kw: Any
+) -> Evaluation:
+    """Evaluate as the responses of training are written."""
+    with trainer.accelerator.autocast() if config.rollouts == "compact" else nullcontext():
+        return evaluate(*args, **kw)
 
 
 def _starting_point(

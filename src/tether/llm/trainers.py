@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tether.integrations.packing import Packing
     from tether.integrations.trl import OldPolicyTrainer
 
 # AdamW is TRL's default. SGD has the momentum of AdamW's first moment: what differs is the normalisation.
@@ -49,10 +50,12 @@ def make_trainer(
         "sampler_weight": config.sampler_weight,
         "lag": config.lag,
         "sampler_dtype": None if config.sampler_dtype == "as_trained" else torch.bfloat16,
+        "compact_rollouts": config.rollouts == "compact",
     }
     settings = _trl_settings(config, task, folder)
+    packing: Packing = "shared" if config.share_prefixes else config.pack_sequences
     with colocated_engine(config, model, on_cpu=_on_cpu(config)):
-        return config.method.build(settings, arguments, config.pack_sequences)
+        return config.method.build(settings, arguments, packing)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
