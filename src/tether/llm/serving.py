@@ -57,7 +57,8 @@ def vllm_server(
     ('http://127.0.0.1:8000', ['--enforce-eager', '--dtype', 'float32'])
     """
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1",
+        # Not `vllm serve`, which in the distribution for CPUs looks for one of another name (0.28).
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
         "--port", str(port), "--served-model-name", name, "--generation-config", "vllm",
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
         *(["--enforce-eager"] if on_cpu else []),
@@ -110,7 +111,7 @@ def serving(server: Server, say: Callable[[str], None]) -> Iterator[None]:
         say: called with a line now and then while it starts.
 
     Raises:
-        EngineError: it ended, or did not answer in half an hour; with the end of its log.
+        EngineError: it ended, or did not answer in half an hour; with the last line of its log.
     """
     server.log.parent.mkdir(parents=True, exist_ok=True)
     with server.log.open("ab") as log:
@@ -141,11 +142,11 @@ def _wait_until_it_answers(
         now = time.monotonic()
         if process.poll() is not None:
             raise EngineError(
-                f"vLLM ended while it started (exit code {process.returncode}). {_last_lines(server.log)}"
+                f"vLLM ended while it started (exit code {process.returncode}). {_last_line(server.log)}"
             )
         if now - began > _START:
             raise EngineError(
-                f"vLLM did not answer at {server.url} within {_START:g} s. {_last_lines(server.log)}"
+                f"vLLM did not answer at {server.url} within {_START:g} s. {_last_line(server.log)}"
             )
         if now - spoke > _WORD_EVERY:
             spoke = now
@@ -163,6 +164,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _last_lines(log: Path, count: int = 15) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return f"The end of {log}:\n" + "\n".join(lines[-count:])
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"Its last line: {lines[-1].strip() if lines else ''!r} (all of it: {log})."
