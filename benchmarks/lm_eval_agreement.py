@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with GSM8K's test.jsonl")
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=256, help="longest response (default: %(default)s)")
-    parser.add_argument("--part", type=int, default=50, help="problems at a time (default: %(default)s)")
+    parser.add_argument("--part", type=int, default=25, help="problems at a time (default: %(default)s)")
     parser.add_argument(
         "--work", type=Path, default=WORK, help="what both sides write (default: %(default)s)"
     )

@@ -101,7 +101,6 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
 
 def measure(model: Path, contestant: str, tokens: int, folder: str) -> dict[str, Any]:
     """Two updates on a batch of drawn responses, and the most memory they took."""
-    torch.set_num_threads(1)
     loaded, tokenizer = load_model_and_tokenizer(model)
     rows = Dataset.from_list([{"prompt": f"{row}"} for row in range(2 * SEQUENCES)])
     trainer = CONTESTANTS[contestant](
@@ -174,6 +173,7 @@ def run(model: Path, contestant: str, tokens: int, limit: float) -> dict[str, An
         out = Path(folder) / "found.json"
 
         def work() -> None:
+            torch.set_num_threads(1)
             out.write_text(json.dumps(measure(model, contestant, tokens, folder)))
 
         # Forked: libraries are loaded once, before, and no thread has been started.

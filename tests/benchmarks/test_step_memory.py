@@ -20,13 +20,28 @@ def test_responses_are_the_same_for_every_contestant() -> None:
     assert 0 < min(map(min, first["completion_ids"])) <= max(map(max, first["completion_ids"])) < 99
 
 
-@pytest.mark.parametrize("contestant", step_memory.CONTESTANTS)
-def test_every_contestant_takes_two_updates(contestant: str, tmp_path: Path) -> None:
-    if contestant == "TRL with Liger's loss":
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("trl")
+    found = step_memory.measure(embedded_model_path(), step_memory.TRL, 32, str(folder))
+    losses: list[float] = found["losses"]
+    return losses
+
+
+@pytest.mark.parametrize("contestant", [name for name in step_memory.CONTESTANTS if name != step_memory.TRL])
+def test_every_contestant_makes_trls_first_update(contestant: str, trl: list[float], tmp_path: Path) -> None:
+    """None compares another objective: before any update the regions of all of them do nothing."""
+    if contestant == step_memory.LIGER:
         pytest.importorskip("liger_kernel")
     found = step_memory.measure(embedded_model_path(), contestant, 32, str(tmp_path))
-    assert found["peak_bytes"] > 0
-    assert len(found["losses"]) == 2
+    first, second = found["losses"]
+    assert first == pytest.approx(trl[0], rel=1e-4)
+    assert second != first
+
+
+def test_a_process_of_its_own_says_what_it_took() -> None:
+    found = step_memory.run(embedded_model_path(), "TROLL, exact", 32, limit=8)
+    assert 1e6 < found["peak_bytes"] < 1e9
 
 
 def test_a_process_that_takes_too_much_is_stopped_and_listed(tmp_path: Path) -> None:

@@ -7,17 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file
-from short_run import command
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from short_run import config
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from rounding import error_of, rounding_of
 from scripts import REPOSITORY
+from tether.experiments import RunFolder
 from tether.llm.generate import answer
 from tether.llm.models import embedded_model_path, load_model_and_tokenizer
+from tether.llm.saving import save_trained_model
 
 PROMPTS = ["37+58=", "9+4="]
 
@@ -82,33 +86,35 @@ SMOLLM2 = Path(os.environ.get("TETHER_SMOLLM2", REPOSITORY / "models" / "smollm2
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     LLAMA_CPP is None, reason="needs llama.cpp's converter: set TETHER_LLAMA_CPP to its folder"
 )
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs SmolLM2: python recipes/smollm2.py")
-def test_llama_cpps_converter_takes_the_trained_model(tmp_path: Path) -> None:
+def test_llama_cpps_converter_takes_what_a_run_saves(tmp_path: Path) -> None:
     """The embedded model's alphabet is no tokenizer llama.cpp knows, so this takes SmolLM2."""
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n} + 2?", "answer": f"#### {n + 2}"}) + "\n" for n in range(100))
-    )
-    options = [
-        "--model", str(SMOLLM2), "--task", "gsm8k", "--task-options", "path", str(tmp_path / "rows.jsonl"),
-        "--steps", "1", "--updates-per-rollout", "1", "--prompts-per-rollout", "2",
-        "--responses-per-prompt", "2", "--max-response-tokens", "8", "--learning-rate", "1e-4",
-        "--eval-every", "0", "--eval-problems", "1", "--save-every", "0", "--preflight", "off",
-    ]  # fmt: skip
-    subprocess.run(command(tmp_path / "run", *options), check=True, stdout=subprocess.DEVNULL)
-    saved, gguf = tmp_path / "run" / "model", tmp_path / "model.gguf"
-    converter = Path(str(LLAMA_CPP)) / "convert_hf_to_gguf.py"
-    subprocess.run(
-        [sys.executable, str(converter), str(saved), "--outfile", str(gguf), "--outtype", "f32"], check=True
-    )
-    original = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(saved)
-    ids = tokenizer("Tom has 3 apples and buys 12 more.", return_tensors="pt").input_ids
+    model, tokenizer = load_model_and_tokenizer(SMOLLM2)
     with torch.no_grad():
-        theirs, ours = read(ids).logits, original(ids).logits
-        exact = original.double()(ids).logits
-    assert error_of(theirs, exact) <= 4 * rounding_of(ours, exact)
-    assert AutoConfig.from_pretrained(tmp_path, gguf_file=gguf.name).model_type == "llama"
+        for weight in model.parameters():
+            weight.mul_(1.25)
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    trainer: Any = SimpleNamespace(
+        model=model, accelerator=accelerator, is_fsdp_enabled=False, is_deepspeed_enabled=False
+    )
+    settings = config(tmp_path / "run", model=str(SMOLLM2))
+    with RunFolder.create(settings.output, kind="llm", label="x", seed=0, settings={}) as run:
+        save_trained_model(settings, run, trainer, tokenizer)
+    gguf = tmp_path / "model.gguf"
+    command = [sys.executable, f"{LLAMA_CPP}/convert_hf_to_gguf.py", str(tmp_path / "run" / "model")]
+    subprocess.run([*command, "--outfile", str(gguf), "--outtype", "f32"], check=True)
+    read = GGUFReader(gguf)
+    assert read.fields["general.architecture"].contents() == "llama"
+    assert read.fields["tokenizer.ggml.pre"].contents() == "smollm", "spelt as the published tokenizer"
+    assert read.fields["tokenizer.ggml.tokens"].contents() == tokenizer.convert_ids_to_tokens(
+        range(len(tokenizer))
+    )
+    theirs = {tensor.name: torch.tensor(tensor.data) for tensor in read.tensors}
+    ours = model.state_dict()
+    assert torch.equal(theirs["token_embd.weight"], ours["model.embed_tokens.weight"])
+    assert torch.equal(theirs["blk.7.ffn_down.weight"], ours["model.layers.7.mlp.down_proj.weight"])
+    assert torch.equal(theirs["output_norm.weight"], ours["model.norm.weight"])

@@ -23,7 +23,7 @@ def test_vllm_loads_the_trained_model_and_says_what_transformers_says(
 ) -> None:
     run = train(
         TrainConfig(
-            output=tmp_path / "run", task="arithmetic", steps=1, updates_per_rollout=1,
+            output=tmp_path / "run", task="arithmetic", steps=2, updates_per_rollout=2,
             prompts_per_rollout=4, responses_per_prompt=4, eval_every=0, eval_problems=4, save_every=0,
             learning_rate=1e-3, threads=1, device="cpu", preflight="off",
         )
