@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tether.errors import ConfigError
 from tether.llm.config import TrainConfig
 from tether.llm.methods import TROLL, Clip
@@ -135,11 +137,13 @@ def served(
         return
     args, on_cpu = trainer.args, trainer.accelerator.device.type == "cpu"
     url = str(args.vllm_server_base_url)
+    dtype = config.vllm_dtype if config.vllm_dtype != "auto" else _name(trainer.base_model.dtype)
+    trainer.engine_dtype = getattr(torch, dtype)
     plan = vllm_server(
         folder, name=trainer.rollout_worker._loop_kwargs["model_name"], port=int(url.rpartition(":")[2]),
         log=config.output.absolute() / LOG_FILE, on_cpu=on_cpu,
         options={
-            "dtype": config.vllm_dtype if config.vllm_dtype != "auto" else _name(trainer.base_model.dtype),
+            "dtype": dtype,
             "max-model-len": _longest(trainer, tokenizer),
             "max-num-seqs": args.max_inflight_tasks + _SPARE,
             "gpu-memory-utilization": None if on_cpu else config.vllm_memory,
