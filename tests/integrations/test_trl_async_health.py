@@ -123,9 +123,7 @@ def stopped_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.parametrize("ask", ["check", "pause", "resume"])
-def test_a_server_that_sleeps_is_named(
-    stopped_server: tuple[str, subprocess.Popen[bytes]], ask: str
-) -> None:
+def test_a_server_that_sleeps_is_named(stopped_server: tuple[str, subprocess.Popen[bytes]], ask: str) -> None:
     url, process = stopped_server
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"{url} did not answer /\w+ within 0.5 s"):

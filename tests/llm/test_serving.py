@@ -145,5 +145,5 @@ def test_the_memory_of_a_server_counts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_rewards_travel_to_another_process() -> None:
     reward = TaskReward("arithmetic", {"digits": 3})
     assert reward(["374+258="], ["632"], answer=["632"]) == [1.0]
-    copied = pickle.loads(pickle.dumps(reward))
+    copied = pickle.loads(pickle.dumps(reward))  # noqa: S301 (our own)
     assert copied(["374+258="], ["633"], answer=["632"]) == [0.0]

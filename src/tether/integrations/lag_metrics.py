@@ -1,4 +1,4 @@
-"""How far the network is from its sampler, by how old the data are; and metrics gathered from all processes."""
+"""How far the network is from its sampler, by how old the data are; metrics gathered from all processes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class TransferCheck:
             **{name: settings[name] for name in sampling if settings.get(name) is not None},
         }  # fmt: skip
         try:
-            choices = self._server.complete(payload, self._server.silence)["choices"]
+            choices = self._server.complete(payload, self._server.silence / 2)["choices"]
         except EngineError:
             self._server.check()  # or it is only busy
             if not self._warned:
