@@ -122,7 +122,7 @@ def stopped_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         process.wait()
 
 
-@pytest.mark.parametrize("ask", ["check", "pause", "info"])
+@pytest.mark.parametrize("ask", ["check", "pause", "resume"])
 def test_a_server_that_sleeps_is_named(stopped_server: tuple[str, subprocess.Popen[bytes]], ask: str) -> None:
     url, process = stopped_server
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A run of `tether llm train --rollouts vllm-async` in a process of its own, and which of its processes is which."""
+"""`tether llm train --rollouts vllm-async` in a process of its own, and which of its processes is which."""
 
 from __future__ import annotations
 

@@ -56,6 +56,8 @@ class RecordedTrainer(AsyncGRPOTrainer):
     On a CPU attention over packed rows is computed in plain torch.
     """
 
+    #: Of the server's weights, where it is known; the server is asked otherwise.
+    engine_dtype: torch.dtype | None = None
     rollout_queue: Any
     _signature_columns: Any
 

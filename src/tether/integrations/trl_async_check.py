@@ -55,7 +55,6 @@ class TransferCheck:
         self._top_k, self._truncated, self._chosen = top_k, truncated, tolerance
         self._mismatch = Mismatch()
         self._warned = False
-        self._engine: torch.dtype | None = None
 
     def after_transfer(self, latest: Iterable[Tensor]) -> None:
         """Check the weights that the trainer has now; every process calls it.
@@ -83,7 +82,7 @@ class TransferCheck:
             return
         mean = self._difference(answers)
         trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
-        tolerance = explained(trainer, self._engine, self._chosen)
+        tolerance = explained(trainer, trainer.engine_dtype, self._chosen)
         self._mismatch.judge(int(trainer.state.global_step), len(answers), mean, tolerance)
 
     def _contexts(self, latest: Iterable[Tensor]) -> list[list[int]]:
@@ -101,10 +100,10 @@ class TransferCheck:
     def _ask(self, contexts: list[list[int]]) -> list[_Answer]:
         if not contexts:
             return []
-        if self._engine is None:
-            name = str(self._server.info()["model_config"]["dtype"]).removeprefix("torch.")
-            self._engine = getattr(torch, name, None)
         trainer = self._trainer
+        if trainer.engine_dtype is None:
+            name = str(self._server.info()["model_config"]["dtype"]).removeprefix("torch.")
+            trainer.engine_dtype = getattr(torch, name, None)
         settings = trainer.rollout_worker._loop_kwargs
         sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         payload = {
@@ -115,7 +114,7 @@ class TransferCheck:
             **{name: settings[name] for name in sampling if settings.get(name) is not None},
         }  # fmt: skip
         try:
-            choices = self._server.complete(payload, self._server.silence)["choices"]
+            choices = self._server.complete(payload, self._server.silence / 2)["choices"]
         except EngineError:
             self._server.check()  # or it is only busy
             if not self._warned:

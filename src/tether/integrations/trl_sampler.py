@@ -50,6 +50,7 @@ class ReportingTrainer(LaggedTrainer):
     """
 
     support_top_k: int
+    support_mass: float
 
     def __init__(
         self,
@@ -157,8 +158,10 @@ class ReportingTrainer(LaggedTrainer):
     def _collect(self, completion_ids: Tensor, mask: Tensor) -> SampledPolicy:
         assert self._reported is not None
         vocabulary = int(self._sampling_model.config.get_text_config().vocab_size)
-        return collect(self._reported, completion_ids, mask, truncated=bool(self._truncates),
-                       vocabulary_size=vocabulary)  # fmt: skip
+        policy = collect(self._reported, completion_ids, mask, truncated=bool(self._truncates),
+                         vocabulary_size=vocabulary)  # fmt: skip
+        # As few ids as of a scored policy: what an update costs grows with them.
+        return policy.trimmed(self.support_mass)
 
     @property
     def _trl_scores(self) -> bool:

@@ -12,6 +12,8 @@ from tether.errors import EngineError
 WEIGHTS_FILE, HEAD = "model.safetensors", "lm_head.weight"
 #: Seconds between two looks at a server that has a long request to answer.
 _LOOK_EVERY = 5.0
+#: Seconds for all that a server knows of itself.
+_INFO = 300.0
 
 
 class VLLMServer:
@@ -94,7 +96,8 @@ class VLLMServer:
         Raises:
             EngineError: as `reload`.
         """
-        answer = self._ask("GET", "/server_info", self.silence, params={"config_format": "json"})
+        # It also looks at the whole machine then, which may take a minute.
+        answer = self._ask("GET", "/server_info", _INFO, params={"config_format": "json"})
         found: dict[str, Any] = answer.json().get("vllm_config", {})
         return found
 
@@ -138,7 +141,7 @@ class VLLMServer:
         except requests.RequestException as error:
             raise EngineError(
                 f"The vLLM server at {self.url} did not answer {path} within {timeout:g} s "
-                f"({type(error).__name__}: {error}). Is it running?"
+                f"({type(error).__name__}: {error}). See whether it runs."
             ) from error
         if answer.status_code == 404:
             raise EngineError(

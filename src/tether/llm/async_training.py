@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tether.errors import ConfigError
 from tether.llm.config import TrainConfig
 from tether.llm.methods import TROLL, Clip
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Seconds without a sign of life of the process that writes rollouts.
 _SILENCE = 60.0
+#: Seconds for a server's first answer.
+_FIRST = 600.0
 #: Sequences a server has room for besides those under way: the ones a check asks about.
 _SPARE = 16
 SERVED = "served"
@@ -135,11 +139,14 @@ def served(
         return
     args, on_cpu = trainer.args, trainer.accelerator.device.type == "cpu"
     url = str(args.vllm_server_base_url)
+    dtype = config.vllm_dtype if config.vllm_dtype != "auto" else _name(trainer.base_model.dtype)
+    trainer.engine_dtype = getattr(torch, dtype)
+    name = str(trainer.rollout_worker._loop_kwargs["model_name"])
     plan = vllm_server(
-        folder, name=trainer.rollout_worker._loop_kwargs["model_name"], port=int(url.rpartition(":")[2]),
+        folder, name=name, port=int(url.rpartition(":")[2]),
         log=config.output.absolute() / LOG_FILE, on_cpu=on_cpu,
         options={
-            "dtype": config.vllm_dtype if config.vllm_dtype != "auto" else _name(trainer.base_model.dtype),
+            "dtype": dtype,
             "max-model-len": _longest(trainer, tokenizer),
             "max-num-seqs": args.max_inflight_tasks + _SPARE,
             "gpu-memory-utilization": None if on_cpu else config.vllm_memory,
@@ -147,6 +154,8 @@ def served(
         },
     )  # fmt: skip
     with serving(plan, say):
+        # The first answer takes what a server leaves until then, which is no silence yet.
+        VLLMServer(url).complete({"model": name, "prompt": [0], "max_tokens": 1, "logprobs": 1}, _FIRST)
         yield
 
 

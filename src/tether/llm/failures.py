@@ -157,7 +157,7 @@ def _stopped(
     prompts = _prompts(trainer, batch * config.prompts_per_rollout, config.prompts_per_rollout)
     checkpoints = run.checkpoints() if run is not None else []
     kept = f"step {checkpoints[-1].step}, in {checkpoints[-1].path}" if checkpoints else "none yet"
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     message = (
         f"{_WHAT[cause]} at step {step} while {activity.doing} (update {update + 1} of "
         f"{config.updates_per_rollout} on batch {batch + 1}, whose first problem is {_short(prompts)!r}): "

@@ -58,15 +58,16 @@ def vllm_server(
     """
     command = [
         # Not `vllm serve`, which in the distribution for CPUs looks for one of another name (0.28).
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
-        "--port", str(port), "--served-model-name", name, "--generation-config", "vllm",
-        "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", name),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *(["--enforce-eager"] if on_cpu else []),
-    ]  # fmt: skip
+    ]
     for option, value in options.items():
         command += [] if value is None else [f"--{option}", str(value)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     if on_cpu:
+        environment["TORCH_COMPILE_DISABLE"] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(CPU_CACHE_GIB))
     return Server(command, f"http://127.0.0.1:{port}", log, environment)
 

@@ -7,7 +7,7 @@ between the two (lag, kernels, precision) is inside the trust region instead of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
+from tether.projection.support import trim_to_mass
 
 #: Rounding of an engine's own arithmetic, float32: a log-softmax over 10^5 ids is off by up to 1e-4, the same
 #: for all ids of a row, and that twice is allowed for.
@@ -109,6 +110,38 @@ class SampledPolicy:
                 ids, log_probs, vocabulary_size=vocabulary_size, log_tail_min=log_tail_min
             )
         return cls(support, torch.where(counted, sampled_ids, 0), _spread_lag(lag, mask))
+
+    def trimmed(self, mass: float) -> Self:
+        """The same policy, of each token only the likeliest ids that hold `mass`, and the drawn one.
+
+        What is left out joins the tail, exactly. Rows that hold every id that could have been drawn stay.
+
+        Args:
+            mass: in (0, 1].
+
+        >>> ids, log_probs = torch.tensor([[[4, 7, 2]]]), torch.tensor([[[0.5, 0.3, 0.1]]]).log()
+        >>> one = SampledPolicy.from_report(torch.tensor([[2]]), ids, log_probs, torch.ones(1, 1))
+        >>> few = one.trimmed(0.4).support
+        >>> few.ids.tolist(), [round(x, 3) for x in few.log_tail.exp().flatten().tolist()]
+        ([[[4, 2]]], [0.4])
+        """
+        support = self.support
+        log_probs, order = support.log_probs.sort(-1, descending=True)
+        ids = support.ids.gather(-1, order)
+        kept = (trim_to_mass(ids, log_probs, mass) != EMPTY) | (ids == self.sampled_ids[..., None])
+        kept = (kept | self.truncated[..., None]) & (ids != EMPTY)
+        left_out = torch.where(kept, -torch.inf, log_probs).logsumexp(-1)
+        log_tail = torch.logaddexp(support.log_tail, left_out)
+        width = max(1, int(kept.sum(-1).max()))
+        order = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
+        kept = kept.gather(-1, order)
+        trimmed = SparseLogProbs(
+            torch.where(kept, ids.gather(-1, order), EMPTY),
+            torch.where(kept, log_probs.gather(-1, order), -torch.inf),
+            log_tail,
+            support.log_tail_min,
+        )
+        return replace(self, support=trimmed)
 
     @property
     def log_probs(self) -> Tensor:
