@@ -163,7 +163,7 @@ study-j: $(VENV)/.train
 		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
 	done
 	table=benchmarks/results/studies/j.csv; \
-	parts=$$(grep -oE ',j-(1-first-family|5-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	parts=$$(grep -oE ',j-(1-first-family|[0-9]-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
 	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config

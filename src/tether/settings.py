@@ -105,7 +105,7 @@ class LagBound:
 
     A network that is n updates ahead of its sampler has moved on purpose: a bound made for fresh data would
     project most of that away. `project_tokens` takes one of these in place of a number. The default is the
-    constant.
+    constant: no growth is known to be better (docs/studies.md, study j, has begun).
 
     Raises:
         InvalidInputError: a bound, rate or limit out of range, or an unknown growth.

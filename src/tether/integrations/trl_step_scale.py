@@ -83,9 +83,9 @@ class StepScale(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All micro-batches of the update have been seen."""
         # Nothing is counted where a batch serves one update and is its own old policy: all weights are one.
-        together = torch.cat(self._weights) if self._weights else torch.ones(1)
-        self._weights = []
         accelerator = self._trainer.accelerator
+        together = torch.cat(self._weights or [torch.ones(1, device=accelerator.device)])
+        self._weights = []
         gathered = accelerator.gather(accelerator.pad_across_processes(together, pad_index=-1))
         share = effective_share(gathered[gathered >= 0])
         self._trainer._metrics["train"]["trust_region/effective_share"].append(share)
