@@ -172,6 +172,7 @@ def test_the_reason_against_it_is_logged_once(
     [
         ({"beta": 0.1}, "beta=0.1 adds TRL's own penalty"),
         ({"anchor": "sampler"}, "what its sampler could sample"),
+        ({"args": SimpleNamespace(torch_compile=True)}, "torch_compile traces the forward"),
         ({"is_deepspeed_enabled": True}, "DeepSpeed"),
         ({"accelerator": SimpleNamespace(mixed_precision="fp16")}, "fp16 scales a loss"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tether.projection import (
 
 pytest.importorskip("triton", reason="the kernel needs the package", exc_type=ImportError)
 
-from tether.projection import categorical_triton
+from tether.projection import categorical_triton, categorical_triton_chunks
 
 # The interpreter's numpy says aloud what a GPU computes silently, and what is masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -208,6 +209,30 @@ def test_rows_of_more_outcomes_than_registers_hold() -> None:
     assert exact[0].projected.all()
     errors = [float((found.double() - exact[0].log_probs).abs().max()) for found in (plain, ours)]
     assert errors[1] <= 2 * errors[0] + solve.TOLERANCE[torch.float32] * float((new - old).abs().max())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels are compiled and nobody can count")
+@pytest.mark.parametrize(("shift", "projected", "passes"), [(1e-3, False, 2), (1.0, True, 12)])
+def test_passes_over_a_wide_row_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, shift: float, projected: bool, passes: int
+) -> None:
+    chunks, counted = 4, []
+    monkeypatch.setattr(categorical_triton, "_IN_REGISTERS", 1)
+    monkeypatch.setattr(categorical_triton, "_CHUNK", 16)
+    read = categorical_triton_chunks._normalised_chunk
+
+    def count(*arguments: Any) -> Any:
+        counted.append(1)
+        return read(*arguments)
+
+    monkeypatch.setattr(categorical_triton_chunks, "_normalised_chunk", count)
+    new, old = _rows(1, 16 * chunks, shift, dtype=torch.float32)
+    leaf = new.requires_grad_()
+    result = project_categorical(leaf, old, 0.05, backend="triton")
+    result.log_probs[0, :3].sum().backward()
+    assert bool(result.projected) == projected
+    # One more before these normalises both rows; what is copied is not looked at.
+    assert 2 <= 1 + len(counted) / chunks <= passes
 
 
 def test_what_the_kernel_cannot_do_is_refused_and_left_to_the_plain_path() -> None:

@@ -53,6 +53,8 @@ def _obstacle(trainer: Any, inputs: dict[str, Any]) -> str | None:
         return 'anchor="sampler" renormalises the network on what its sampler could sample'
     if trainer.accelerator.mixed_precision == "fp16":
         return "fp16 scales a loss up before its gradient is rounded"
+    if trainer.args.torch_compile:
+        return "torch_compile traces the forward, and the gradient of a loss inside it is not traced"
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed scales a loss, and gathers a head around its backward pass"
     return None
