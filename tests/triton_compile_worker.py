@@ -20,12 +20,14 @@ from triton.compiler import ASTSource
 
 from tether.ops import rows_triton_kernels as rows
 from tether.ops.rows_triton import _warps
+from tether.projection import categorical_triton_chunks as chunks
 from tether.projection import categorical_triton_kernels as categorical
 
 F32, BF16, I32, I64 = "*fp32", "*bf16", "*i32", "*i64"
 HEAD: dict[str, Any] = {"SCALE": 0.7, "CAP": 30.0, "HAS_BIAS": True}
 NUMBERS = torch.finfo(torch.float32)
 TINY = {"TINY": NUMBERS.tiny, "WIDTH": 512}
+WIDE = {"TINY": NUMBERS.tiny, "BLOCK": 4096}
 
 #: kernel, warps, types of its pointers, compiled-in values; whole numbers are 32 bits wide.
 CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
@@ -78,6 +80,20 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         dict.fromkeys(("new", "old", "bound", "step", "kl", "upstream", "grad"), F32)
         | {"constrained": "*i8"},
         TINY,
+    ),
+    (
+        chunks.project_wide_kernel,
+        16,
+        dict.fromkeys(("new", "old", "bound", "log_probs", "step", "kl", "known"), F32)
+        | dict.fromkeys(("constrained", "converged"), "*i8"),
+        {**WIDE, "TOLERANCE": 1e-5, "EPSILON": NUMBERS.eps},
+    ),
+    (
+        chunks.project_wide_backward_kernel,
+        16,
+        dict.fromkeys(("new", "old", "bound", "step", "kl", "known", "upstream", "grad"), F32)
+        | {"constrained": "*i8"},
+        WIDE,
     ),
 ]
 

@@ -24,6 +24,10 @@ from tether.integrations.trl_losses import PolicyLossTrainer
 
 # One wait that every loss has: which positions of the padded batch are tokens.
 TOKENS = ("integrations/sparse_head.py:_Rows.of", ROWS)
+# Where the loss is computed with the logits, it is there; a ratio of sequences asks for their lengths too.
+IN_ONE_PASS: Waits = {("losses/linear.py:_Rows.__init__", ROWS): 1}
+BY_SEQUENCE: Waits = IN_ONE_PASS | {("losses/linear.py:linear_policy_loss", TO_HOST): 1}
+AFTERWARDS: Waits = {TOKENS: 1}
 METRICS = ("integrations/trl_trainer.py:OldPolicyTrainer._log_tokens", TO_HOST)
 #: Once a batch of rollouts, whatever keeps an old policy: the slots that are filled, of two micro-batches.
 PACKED: Waits = {
@@ -123,15 +127,15 @@ def _rival(name: str) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "second"),
+    ("kind", "update", "first", "second"),
     [
-        (_troll("exact"), PACKED_HIDDEN | UNMOVED, MOVED),
-        (_troll("bucket"), PACKED, {}),
-        (_troll("bucket", loss_type="grpo", importance_sampling_level="sequence"), PACKED, {}),
-        (_troll("paper"), PACKED, {}),
-        (_clip(), PACKED, {}),
-        (_rival("ppo_clip"), PACKED, {}),
-        (_rival("gspo"), PACKED, {}),
+        (_troll("exact"), IN_ONE_PASS, PACKED_HIDDEN | UNMOVED, MOVED),
+        (_troll("bucket"), IN_ONE_PASS, PACKED, {}),
+        (_troll("bucket", loss_type="grpo", importance_sampling_level="sequence"), BY_SEQUENCE, PACKED, {}),
+        (_troll("paper"), AFTERWARDS, PACKED, {}),
+        (_clip(), AFTERWARDS, PACKED, {}),
+        (_rival("ppo_clip"), IN_ONE_PASS, PACKED, {}),
+        (_rival("gspo"), BY_SEQUENCE, PACKED, {}),
     ],
     ids=["exact", "bucket", "gspo-troll", "paper", "clip", "ppo_clip", "gspo"],
 )
@@ -139,6 +143,7 @@ def test_waits_of_an_update(
     make_trainer: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     kind: tuple[Any, Any, dict[str, Any], dict[str, Any]],
+    update: Waits,
     first: Waits,
     second: Waits,
 ) -> None:
@@ -154,5 +159,6 @@ def test_waits_of_an_update(
 
     of_first, of_second = _both_updates(make, monkeypatch)
     # Besides the loss, two micro-batches are scored by the policy that sampled them.
-    assert_waits(of_first, {TOKENS: 3, METRICS: 1, **first})
-    assert_waits(of_second, {TOKENS: 1, METRICS: 1, **second})
+    scored = {**update, TOKENS: 2 + update.get(TOKENS, 0)}
+    assert_waits(of_first, {**scored, METRICS: 1, **first})
+    assert_waits(of_second, {**update, METRICS: 1, **second})

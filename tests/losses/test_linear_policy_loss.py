@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses import (
+    LOSSES,
     LossAggMode,
     PolicyLoss,
     ProjectedTokens,
@@ -273,6 +274,38 @@ def test_without_gradients_and_without_tokens() -> None:
     )  # fmt: skip
     assert result.loss.item() == 0
     assert all(float(g.abs().max()) == 0 for g in torch.autograd.grad(result.loss, batch.leaves))
+
+
+@pytest.mark.parametrize("old", ["none", "exact", "bucket"])
+def test_what_is_said_of_the_tokens_equals_the_ordinary_path(old: str) -> None:
+    batch = Batch()
+    objective = of_sampled(ppo_clip, batch) if old == "none" else of_troll(batch)
+    found, expected = (
+        linear_policy_loss(
+            objective, batch.new, batch.ids, MASK, old=batch.policy(old), old_log_probs=batch.old_log_probs,
+            kl_bound=BOUND, depends_on=depends_on,
+        ).tokens.known()
+        for depends_on in ("token", "batch")
+    )  # fmt: skip
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(linear.REACH))
+def test_every_loss_reaches_as_far_as_is_said(name: str) -> None:
+    batch = Batch()
+    given: dict[str, Any] = {"lag": torch.ones(B)} if name == "decoupled_clip" else {}
+    objective = of_sampled(LOSSES[name], batch, **given)
+    assert_same(batch.run(objective, depends_on=linear.REACH[name]), batch.run(objective, depends_on="batch"))
+
+
+def test_a_batch_whose_logits_are_kept_takes_the_ordinary_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", V * int(MASK.sum()))
+    monkeypatch.setattr(linear, "_in_one_pass", None)
+    batch = Batch()
+    batch.run(of_sampled(ppo_clip, batch))
 
 
 def test_an_infinite_bound_projects_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +26,23 @@ from tether.projection import (
 
 pytest.importorskip("triton", reason="the kernel needs the package", exc_type=ImportError)
 
+from tether.projection import categorical_triton, categorical_triton_chunks
+
 # The interpreter's numpy says aloud what a GPU computes silently, and what is masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="module", params=["in registers", "in chunks"])
+def _rows_in_one_piece_or_many(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this holds for rows of any width, in as many chunks of 16 outcomes as wide rows have of 4096."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in chunks":
+            patch.setattr(categorical_triton, "_IN_REGISTERS", 1)
+            patch.setattr(categorical_triton, "_CHUNK", 16)
+        yield
 
 
 def _rows(
@@ -188,10 +202,41 @@ def test_a_row_of_nothing_is_refused() -> None:
         project_categorical(new, old, 0.05, backend="triton")
 
 
-def test_what_the_kernel_cannot_hold_is_refused_and_left_to_the_plain_path() -> None:
-    new, old = _rows(2, 4097, 1.0, dtype=torch.float32)
-    with pytest.raises(InvalidInputError, match=r"up to 4096 outcomes, got 4097\. backend=\"auto\""):
-        project_categorical(new, old, 0.05, backend="triton")
+def test_rows_of_more_outcomes_than_registers_hold() -> None:
+    new, old = _rows(2, 9000, 1.0, dtype=torch.float32)
+    exact, _ = _both(new.double(), old.double(), 0.05, torch.randn_like(new).double())
+    plain, ours = (result.log_probs for result, _ in _both(new, old, 0.05, torch.randn_like(new)))
+    assert exact[0].projected.all()
+    errors = [float((found.double() - exact[0].log_probs).abs().max()) for found in (plain, ours)]
+    assert errors[1] <= 2 * errors[0] + solve.TOLERANCE[torch.float32] * float((new - old).abs().max())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels are compiled and nobody can count")
+@pytest.mark.parametrize(("shift", "projected", "passes"), [(1e-3, False, 2), (1.0, True, 12)])
+def test_passes_over_a_wide_row_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, shift: float, projected: bool, passes: int
+) -> None:
+    chunks, counted = 4, []
+    monkeypatch.setattr(categorical_triton, "_IN_REGISTERS", 1)
+    monkeypatch.setattr(categorical_triton, "_CHUNK", 16)
+    read = categorical_triton_chunks._normalised_chunk
+
+    def count(*arguments: Any) -> Any:
+        counted.append(1)
+        return read(*arguments)
+
+    monkeypatch.setattr(categorical_triton_chunks, "_normalised_chunk", count)
+    new, old = _rows(1, 16 * chunks, shift, dtype=torch.float32)
+    leaf = new.requires_grad_()
+    result = project_categorical(leaf, old, 0.05, backend="triton")
+    result.log_probs[0, :3].sum().backward()
+    assert bool(result.projected) == projected
+    # One more before these normalises both rows; what is copied is not looked at.
+    assert 2 <= 1 + len(counted) / chunks <= passes
+
+
+def test_what_the_kernel_cannot_do_is_refused_and_left_to_the_plain_path() -> None:
+    new, old = _rows(2, 12, 1.0, dtype=torch.float32)
     with pytest.raises(InvalidInputError, match="single tokens, not sequences"):
         project_categorical(new[None], old[None], 0.05, region="sequence", backend="triton")
     assert bool(project_categorical(new, old, 0.05).projected.all())

@@ -55,6 +55,13 @@ class OldTokens:
             self.only_kl,
         )  # fmt: skip
 
+    def gathered_head(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of the old head, gathered by every process, whether or not its rows need them."""
+        if self.head is None:
+            return None, None
+        bias = None if self.head.bias is None else whole(self.head.bias).to(dtype)
+        return whole(self.head.weight).to(dtype), bias
+
     def sequences(self, at: tuple[Tensor, Tensor]) -> Tensor | None:
         """The sequence of each token, by row and position; those outside the mask are one of their own."""
         if self.region == "token":
@@ -95,10 +102,7 @@ def evaluate_exactly(
     **transform: Any,
 ) -> ProjectedTokens:
     """The trust region at the rows [N, D] of a batch's tokens `at` those rows and positions of `old`."""
-    old_weight = old_bias = None
-    if old.head is not None:  # gathered by every process, whether or not its rows need it
-        old_weight = whole(old.head.weight).to(weight.dtype)
-        old_bias = None if old.head.bias is None else whole(old.head.bias).to(weight.dtype)
+    old_weight, old_bias = old.gathered_head(weight.dtype)
     at_hand = functools.partial(weights_at_hand, weight, bias)
     if old.only_kl:
         kl = linear_kl(

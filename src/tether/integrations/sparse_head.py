@@ -26,9 +26,12 @@ from tether.integrations.exact_head import (
     head_transform,
     whole,
 )
+from tether.integrations.one_pass_head import LossOfTokens, evaluate_loss
+from tether.losses.linear import LinearPolicyLoss
 from tether.ops.head import Head
 from tether.projection.sampled import renormalise
 from tether.projection.sparse import EMPTY, SparseLogProbs
+from tether.projection.tokens import ProjectedTokens
 
 IGNORED_LABEL = -100
 
@@ -59,6 +62,9 @@ class SparseHeadOutput(ModelOutput):
     certified: Tensor | None = None
     uncertain: Tensor | None = None
     tail_mass: Tensor | None = None
+    loss: Tensor | None = None
+    """Of the whole batch, if one was given; differentiable, as nothing else is then."""
+    loss_metrics: dict[str, Tensor] | None = None
     aux_loss: Tensor | None = None
     """Load-balancing loss of a mixture of experts, if its router logits were asked for."""
 
@@ -77,7 +83,8 @@ def add_sparse_head(
     temperature: float,
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
 ) -> None:
-    """Teach a model's forward the keywords `support_top_k`, `support_mass`, `support_ids` and `old_tokens`.
+    """Teach a model's forward the keywords `support_top_k`, `support_mass`, `support_ids`, `old_tokens` and
+    `policy_loss`.
 
     - ``support_top_k=K``: the support is the model's own K most likely ids (cut at `support_mass`)
       and the label: how the old policy is recorded. With ``keep_hidden=True`` the last hidden states too.
@@ -86,6 +93,8 @@ def add_sparse_head(
       sampled: it is renormalised on them, and so is the label's log-probability.
     - ``old_tokens=OldTokens(...)`` for the last T' positions: the new policy is compared with the old one
       over the whole vocabulary, and projected.
+    - ``policy_loss=LossOfTokens(...)`` for the last T' positions: the loss itself is evaluated, in one pass
+      over the head; what else is returned of the tokens carries no gradient.
 
     All need `labels` [B, T], unshifted, -100 where a position does not count. Or, with
     ``label_positions=[M]`` and one row of input, `labels` [1, M] are what follows each of those positions; a
@@ -112,26 +121,33 @@ def add_sparse_head(
         support_ids: Tensor | None = None,
         support_truncated: Tensor | None = None,
         old_tokens: OldTokens | None = None,
+        policy_loss: LossOfTokens | None = None,
         keep_hidden: bool = False,
         label_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if support_top_k is None and support_ids is None and old_tokens is None:
+        asked = (support_top_k, support_ids, old_tokens, policy_loss)
+        if all(question is None for question in asked):
             return previous(*args, **kwargs)
         labels = kwargs.pop("labels")
         kwargs.pop("fused_lm_head", None)
         backbone = _run_backbone(self, *args, **kwargs)
-        states = backbone.last_hidden_state
+        states, lm_head = backbone.last_hidden_state, self.get_output_embeddings()
+        aux_loss = _load_balancing_loss(self, backbone, kwargs)
+        if policy_loss is not None:
+            states, labels, counted = _before_labels(states, labels, lm_head)
+            loss = evaluate_loss(policy_loss, states, labels, counted, lm_head, head, weights_at_hand)
+            return SparseHeadOutput(**_of_loss(loss), aux_loss=aux_loss)
         if label_positions is not None:  # as a row of its own, each state before its label
             states = torch.nn.functional.pad(states[:, label_positions], (0, 0, 0, 1))
             labels = torch.nn.functional.pad(labels, (1, 0), value=IGNORED_LABEL)
-        rows = _Rows.of(self.get_output_embeddings(), states, labels, weights_at_hand)
+        rows = _Rows.of(lm_head, states, labels, weights_at_hand)
         if old_tokens is not None:
             found = rows.projected(old_tokens, head)
         else:
             found = rows.on_support(support_ids, support_truncated, support_top_k, support_mass, head)
             found["hidden"] = rows.hidden if keep_hidden else None
-        return SparseHeadOutput(**found, aux_loss=_load_balancing_loss(self, backbone, kwargs))
+        return SparseHeadOutput(**found, aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)
 
@@ -160,8 +176,7 @@ class _Rows:
         labels: Tensor,
         weights_at_hand: Callable[..., AbstractContextManager[Any]],
     ) -> _Rows:
-        hidden, labels = hidden[:, :-1].to(head.weight.device), labels[:, 1:].to(head.weight.device)
-        counted = labels != IGNORED_LABEL
+        hidden, labels, counted = _before_labels(hidden, labels, head)
         rows, positions = counted.nonzero(as_tuple=True)
         bias = None if head.bias is None else whole(head.bias)
         sampled = labels[rows, positions]
@@ -174,10 +189,7 @@ class _Rows:
             self._among_last(old.mask.shape[1]), self.weights_at_hand,
             temperature=head.temperature, logit_scale=head.logit_scale, softcap=head.softcap,
         )  # fmt: skip
-        rows = region.known()
-        rows["log_probs"] = rows.pop("new_log_probs")
-        del rows["old_log_probs"]  # unknown here: they were recorded with the rollouts
-        return {name: self._spread(values, 0.0) for name, values in rows.items()}
+        return {name: self._spread(values, 0.0) for name, values in _outputs(region).items()}
 
     def on_support(
         self, ids: Tensor | None, truncated: Tensor | None, top_k: int | None, mass: float, head: Head
@@ -213,6 +225,25 @@ class _Rows:
         """Put rows [N, ...] at their positions; keeps the graph even without any row."""
         mask = self.counted.view(*self.counted.shape, *[1] * (rows.dim() - 1))
         return rows.new_full((*self.counted.shape, *rows.shape[1:]), fill).masked_scatter(mask, rows)
+
+
+def _before_labels(hidden: Tensor, labels: Tensor, lm_head: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [B, T - 1, D] with the labels that follow them, where the head is, and which count."""
+    device = lm_head.weight.device
+    hidden, labels = hidden[:, :-1].to(device), labels[:, 1:].to(device)
+    return hidden, labels, labels != IGNORED_LABEL
+
+
+def _outputs(tokens: ProjectedTokens) -> dict[str, Tensor]:
+    """By the names of `SparseHeadOutput`."""
+    values = tokens.known()
+    values["log_probs"] = values.pop("new_log_probs")
+    del values["old_log_probs"]  # they were recorded with the rollouts
+    return values
+
+
+def _of_loss(found: LinearPolicyLoss) -> dict[str, Any]:
+    return {**_outputs(found.tokens), "loss": found.loss, "loss_metrics": found.metrics}
 
 
 def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:

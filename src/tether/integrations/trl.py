@@ -13,12 +13,14 @@ from tether.errors import ConfigError
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig, lag_bound
 from tether.losses import PolicyLoss, ProjectedTokens, aggregate, project_tokens, troll_objective
+from tether.losses.linear import Reach
 
 # isort: split
 from tether.integrations.exact_head import OldTokens
 from tether.integrations.trl_card import PAPER, name_tether
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import HIDDEN, old_support
+from tether.integrations.trl_one_pass import obstacle_of_region
 from tether.integrations.trl_trainer import ObjectiveTrainer, OldPolicyTrainer, loss_mask
 
 __all__ = ["OldPolicyTrainer", "TROLLConfig", "TROLLTrainer"]
@@ -89,23 +91,34 @@ class TROLLTrainer(ObjectiveTrainer):
             return self._own_support
         if self.args.troll_support == "bucket":
             return super()._evaluation_keywords(inputs)
-        return {
-            "old_tokens": OldTokens(
-                hidden=inputs[HIDDEN],
-                support=old_support(inputs),
-                mask=loss_mask(inputs),
-                # In evaluation the policy is its own old policy, and so is its head.
-                head=self._old_head if self.model.training else None,
-                kl_bound=self.args.troll_kl_bound,
-                region=self.args.troll_region,
-            )
-        }
+        return {"old_tokens": self._old_tokens(inputs)}
+
+    def _old_tokens(self, inputs: dict[str, Any]) -> OldTokens:
+        return OldTokens(
+            hidden=inputs[HIDDEN],
+            support=old_support(inputs),
+            mask=loss_mask(inputs),
+            # In evaluation the policy is its own old policy, and so is its head.
+            head=self._old_head if self.model.training else None,
+            kl_bound=self.args.troll_kl_bound,
+            region=self.args.troll_region,
+        )
+
+    def _obstacle(self) -> str | None:
+        return obstacle_of_region(self.args)
+
+    @property
+    def _depends_on(self) -> Reach:
+        return self.importance_sampling_level
+
+    @property
+    def _bounded(self) -> bool:
+        return math.isfinite(self.args.troll_kl_bound)
 
     def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:
         mask, settings = loss_mask(inputs), self.args
         if settings.troll_support == "exact":
-            bounded = math.isfinite(settings.troll_kl_bound)
-            return evaluation.projected(inputs["old_per_token_logps"], mask, bounded=bounded)
+            return evaluation.projected(inputs["old_per_token_logps"], mask, bounded=self._bounded)
         return project_tokens(
             evaluation.support, old_support(inputs), inputs["completion_ids"], mask,
             log_probs=evaluation.log_probs, old_log_probs=inputs["old_per_token_logps"],
@@ -119,7 +132,7 @@ class TROLLTrainer(ObjectiveTrainer):
         return bound.kl_bound if bound.growth == "constant" else bound.at(self._lag(inputs))[:, None]
 
     def _objective(
-        self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
+        self, tokens: ProjectedTokens, evaluation: Evaluation | None, inputs: dict[str, Any]
     ) -> PolicyLoss:
         mask = loss_mask(inputs)
         objective = troll_objective(
@@ -130,10 +143,11 @@ class TROLLTrainer(ObjectiveTrainer):
         loss = aggregate(objective.token_loss, mask, **self._averaging())
         return PolicyLoss(loss * self._share(inputs), objective.metrics)
 
-    def _policy_weights(self, evaluation: Evaluation, inputs: dict[str, Any]) -> Tensor | None:
+    def _policy_weights(self, evaluation: Evaluation | None, inputs: dict[str, Any]) -> Tensor | None:
         """Which tokens' policy gradients count how much, [B, T]: as TRL weighs them."""
         weights = inputs.get("importance_sampling_ratio")
         if self.top_entropy_quantile < 1.0:
+            assert evaluation is not None
             quantile = 1 - self.top_entropy_quantile
             chosen = self.get_high_entropy_mask(evaluation.entropies, loss_mask(inputs), quantile)
             weights = chosen.float() if weights is None else weights * chosen

@@ -11,6 +11,7 @@ from torch import Tensor
 from tether.errors import TetherError
 from tether.integrations.exact_head import OldTokens
 from tether.integrations.sparse_head import SparseHeadOutput
+from tether.losses import PolicyLoss
 from tether.projection import ProjectedTokens, SparseLogProbs
 
 
@@ -82,6 +83,14 @@ class Evaluation:
         tokens = self.log_probs.shape[1]
         parts = [output.hidden[:, -tokens:] for output in self._outputs if output.hidden is not None]
         return torch.cat(parts) if parts else None
+
+    @property
+    def policy_loss(self) -> PolicyLoss | None:
+        """The loss, if the forward was asked for it; it alone is differentiable then."""
+        output = self._outputs[0]
+        if output.loss is None:
+            return None
+        return PolicyLoss(output.loss, output.loss_metrics or {})
 
     @property
     def kl(self) -> Tensor:

@@ -16,9 +16,11 @@ from tether.errors import ConfigError
 from tether.integrations.loss_options import check_loss_options, given_to
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import old_support
+from tether.integrations.trl_one_pass import obstacle_of_loss
 from tether.integrations.trl_sampler import VERSION
 from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
 from tether.losses import PolicyLoss, ProjectedTokens, find_loss
+from tether.losses.linear import REACH, Reach
 
 # Far apart, so that neighbouring seeds of a run never share a step's random numbers.
 _SEED_STRIDE = 1_000_003
@@ -87,12 +89,19 @@ class PolicyLossTrainer(ObjectiveTrainer):
             _check_settings(args)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
 
+    def _obstacle(self) -> str | None:
+        return obstacle_of_loss(self.policy_loss, self.loss_options)
+
+    @property
+    def _depends_on(self) -> Reach:
+        return REACH[self.policy_loss]
+
     def _objective(
-        self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
+        self, tokens: ProjectedTokens, evaluation: Evaluation | None, inputs: dict[str, Any]
     ) -> PolicyLoss:
         available: dict[str, Callable[[], Any]] = {
             "response_ids": lambda: inputs["completion_ids"],
-            "new": lambda: evaluation.support,
+            "new": lambda: evaluation and evaluation.support,
             "old": lambda: old_support(inputs),
             "lag": lambda: self._lag(inputs) if VERSION in inputs else self._updates_since_scoring(),
             "proximal_log_probs": lambda: None,
@@ -100,7 +109,7 @@ class PolicyLossTrainer(ObjectiveTrainer):
         }
         given = {name: available[name]() for name in given_to(self.policy_loss, self.loss_options)}
         result = find_loss(self.policy_loss)(
-            evaluation.log_probs,
+            tokens.new_log_probs,
             inputs["old_per_token_logps"],
             _weighted_advantages(inputs),
             loss_mask(inputs),

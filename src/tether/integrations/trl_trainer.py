@@ -8,6 +8,8 @@ What happens in a step:
 3. What the network is compared with, and what is learnt from that, is `_project` and `_objective`: TRL's
    own surrogate is made to vanish (advantages of zero), and the objective is added, averaged as TRL's
    `loss_type` says. Reference penalty, entropy bonus, auxiliary losses and metrics stay TRL's.
+4. Where none of TRL's own terms needs the network's log-probabilities (`trl_one_pass.py`), the forward is
+   given the objective itself, and computes its gradient while the logits are at hand.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
 from tether.integrations.lag_metrics import by_process, lag_metrics
+from tether.integrations.one_pass_head import LossOfTokens
 from tether.integrations.packing import Packing, add_packing
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
@@ -48,6 +51,7 @@ from tether.integrations.trl_old_policy import (
     pack,
     unpack,
 )
+from tether.integrations.trl_one_pass import loss_in_forward
 from tether.integrations.trl_sampler import ReportingTrainer
 from tether.integrations.trl_seam import scoring_of
 from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
@@ -245,7 +249,8 @@ class OldPolicyTrainer(ReportingTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if IDS not in inputs and not self._learns_without_old_policy:
             return super()._compute_loss(model, inputs)
-        keywords = self._evaluation_keywords(inputs)
+        wanted = self._loss_in_forward(inputs)
+        keywords = self._evaluation_keywords(inputs) if wanted is None else {"policy_loss": wanted}
         if self.pack_sequences:
             keywords = {**keywords, "pack_sequences": self.pack_sequences}
         evaluation = Evaluation(model, keywords)
@@ -253,16 +258,32 @@ class OldPolicyTrainer(ReportingTrainer):
         if IDS not in inputs:  # every batch of rollouts serves one update: the policy is its own old policy
             own = Recorded(evaluation.log_probs.detach(), evaluation.support.detach(), None)
             inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs}
-        tokens = self._project(evaluation, inputs)
         if self._step_scale is not None and self.model.training:
             self._step_scale.count(inputs, evaluation.log_probs, inputs["old_per_token_logps"])
-        objective = self._objective(tokens, evaluation, inputs)
+        tokens, objective = self._learn(evaluation, inputs)
         self._log_tokens(tokens, objective.metrics, inputs)
         if self._entropy_bonus_enabled:  # TRL then logs what it takes for the whole policy loss
             self._complete_policy_loss(objective.loss.detach())
         if self.on_tokens is not None and self.model.training:
             self.on_tokens(self, inputs, tokens)
         return loss + objective.loss
+
+    def _learn(self, evaluation: Evaluation, inputs: dict[str, Any]) -> tuple[ProjectedTokens, PolicyLoss]:
+        """What was found of the tokens, and the loss, if the forward has not computed it already."""
+        if evaluation.policy_loss is not None:
+            known = inputs["old_per_token_logps"], loss_mask(inputs)
+            return evaluation.projected(*known, bounded=self._bounded), evaluation.policy_loss
+        tokens = self._project(evaluation, inputs)
+        return tokens, self._objective(tokens, evaluation, inputs)
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether there is a bound that could project anything: here, divergences are measured alone."""
+        return False
+
+    def _loss_in_forward(self, inputs: dict[str, Any]) -> LossOfTokens | None:
+        """The loss, if the forward is to compute it: here, TRL's own is all there is."""
+        return None
 
     def _complete_policy_loss(self, loss: Tensor) -> None:
         mode = "train" if self.model.training else "eval"
@@ -281,16 +302,21 @@ class OldPolicyTrainer(ReportingTrainer):
     def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:
         """What the trust region says of the tokens: here, only how far they moved."""
         with torch.no_grad():
-            return project_tokens(
+            tokens = project_tokens(
                 evaluation.support.detach(), old_support(inputs), inputs["completion_ids"], loss_mask(inputs),
                 log_probs=evaluation.log_probs.detach(), old_log_probs=inputs["old_per_token_logps"],
                 kl_bound=math.inf,
             )  # fmt: skip
+        return replace(tokens, new_log_probs=evaluation.log_probs)
 
     def _objective(
-        self, tokens: ProjectedTokens, evaluation: Evaluation, inputs: dict[str, Any]
+        self, tokens: ProjectedTokens, evaluation: Evaluation | None, inputs: dict[str, Any]
     ) -> PolicyLoss:
-        """What is added to TRL's loss, as it enters an update, and what to watch: here, nothing."""
+        """What is added to TRL's loss, as it enters an update, and what to watch: here, nothing.
+
+        Args:
+            evaluation: None where the forward itself asks.
+        """
         return PolicyLoss(tokens.kl.new_zeros(()), {})
 
     def _log_tokens(
@@ -328,6 +354,9 @@ class ObjectiveTrainer(OldPolicyTrainer):
             # A ratio of one; the corrected penalty on the reference policy needs the true one.
             without.pop("old_per_token_logps", None)
         return without
+
+    def _loss_in_forward(self, inputs: dict[str, Any]) -> LossOfTokens | None:
+        return loss_in_forward(self, inputs)
 
     def _averaging(self) -> dict[str, Any]:
         """For `tether.losses.aggregate`: as TRL averages."""

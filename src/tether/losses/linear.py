@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -17,6 +17,7 @@ from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
 from tether.ops.one_pass import (
     WithGradients,
     blocks_of,
+    keeps_all,
     log_probs_in_one_pass,
     trust_region_in_one_pass,
 )
@@ -31,6 +32,22 @@ Objective = Callable[[ProjectedTokens], PolicyLoss]
 Reach = Literal["token", "sequence", "batch"]
 """What the slope of the loss at a token depends on, besides masks: the token, its sequence, or everything."""
 
+#: Of the losses that look at sampled tokens alone; what is not here may depend on everything.
+REACH: dict[str, Reach] = {
+    **dict.fromkeys(
+        ("cispo", "decoupled_clip", "dppo", "icepop", "ppo_clip", "sapo", "tis", "unclipped"), "token"
+    ),
+    **dict.fromkeys(("cppo", "gmpo", "gspo", "vespo"), "sequence"),
+}
+
+
+@dataclass(frozen=True)
+class LinearPolicyLoss(PolicyLoss):
+    """A policy loss with the tokens it was computed from."""
+
+    tokens: ProjectedTokens
+    """What was found of them, [B, T], without gradient; zero where the mask is."""
+
 
 def linear_policy_loss(
     objective: Objective,
@@ -43,7 +60,7 @@ def linear_policy_loss(
     kl_bound: float = TROLLSettings.kl_bound,
     depends_on: Reach = "token",
     backend: Backend = "auto",
-) -> PolicyLoss:
+) -> LinearPolicyLoss:
     """Evaluate any policy loss on a language model's head without forming its logits twice.
 
     Equals the objective of what `project_tokens` (without an old policy: `linear_log_probs`) finds, gradients
@@ -55,6 +72,9 @@ def linear_policy_loss(
     ``depends_on="sequence"``: whole sequences then share a block (where the longest does not fit one, the
     logits are formed twice after all). ``depends_on="batch"`` never differentiates early. What was said is
     checked: the slopes that were used must be those of the finished batch.
+
+    On a CPU, a batch of which all logits are kept anyway takes the ordinary path, which multiplies no more
+    often then.
 
     Memory: as `linear_log_probs`, and nothing is kept for the backward pass but the gradients themselves.
     They are computed in the forward pass, so one backward pass can use them.
@@ -74,8 +94,8 @@ def linear_policy_loss(
         backend: as in `tether.linear_log_probs`.
 
     Returns:
-        What the objective returns of all tokens; the loss carries the gradient to hidden states, weight and
-        bias.
+        What the objective returns of all tokens, and those tokens; the loss carries the gradient to hidden
+        states, weight and bias.
 
     Raises:
         InvalidInputError: shapes that do not fit, a slope that depends on more than was said, a second
@@ -102,11 +122,11 @@ def linear_policy_loss(
     counted = response_mask > 0
     rows = _Rows(new, old, response_ids, counted, old_log_probs, kl_bound, backend)
     blocks = None
-    if torch.is_grad_enabled() and depends_on != "batch":
+    if torch.is_grad_enabled() and depends_on != "batch" and not keeps_all(rows.new.hidden, weight.shape[0]):
         lengths = counted.sum(-1).tolist() if depends_on == "sequence" else [1] * rows.count
         blocks = blocks_of(lengths, rows.new.hidden, weight.shape[0])
     if blocks is None:
-        return objective(rows.batched(rows.evaluate()))
+        return _ordinary(objective, rows)
     return _in_one_pass(objective, rows, blocks)
 
 
@@ -272,11 +292,17 @@ class _Course:
             )
 
 
-def _in_one_pass(objective: Objective, rows: _Rows, blocks: list[slice]) -> PolicyLoss:
+def _ordinary(objective: Objective, rows: _Rows) -> LinearPolicyLoss:
+    tokens = rows.batched(rows.evaluate())
+    result = objective(tokens)
+    return LinearPolicyLoss(result.loss, result.metrics, tokens.each(torch.detach))
+
+
+def _in_one_pass(objective: Objective, rows: _Rows, blocks: list[slice]) -> LinearPolicyLoss:
     course = _Course(objective, rows)
     new = rows.new
     if not rows.count:
-        return objective(rows.batched(rows.evaluate()))
+        return _ordinary(objective, rows)
 
     def of_log_probs(block: slice, values: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
         with torch.enable_grad():
@@ -303,7 +329,8 @@ def _in_one_pass(objective: Objective, rows: _Rows, blocks: list[slice]) -> Poli
             known = log_probs_in_one_pass(new, rows.wanted, of_log_probs, blocks, rows.backend)
         result = course.finish()
     with torch.enable_grad():
-        return replace(result, loss=WithGradients.apply(result.loss, known, new.hidden, new.weight, new.bias))
+        loss = WithGradients.apply(result.loss, known, new.hidden, new.weight, new.bias)
+    return LinearPolicyLoss(loss, result.metrics, rows.batched(ProjectedTokens(**course.known)))
 
 
 def _slopes_of(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

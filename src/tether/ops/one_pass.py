@@ -34,6 +34,11 @@ Slopes = Callable[[slice, tuple[Tensor, ...]], Sequence[Tensor | None]]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+def keeps_all(hidden: Tensor, vocabulary: int) -> bool:
+    """Whether the ordinary path keeps the logits of all rows for the backward pass, and forms none again."""
+    return may_ask(hidden) and len(hidden) <= tokens_at_a_time(hidden, vocabulary, 1 << 30)
+
+
 def blocks_of(sizes: Sequence[int], hidden: Tensor, vocabulary: int) -> list[slice] | None:
     """Rows whose logits are held at a time, groups of these sizes kept together; None if one does not fit."""
     if all(size == 1 for size in sizes):

@@ -21,9 +21,6 @@ from tether.projection.geodesic import Geodesic
 from tether.projection.solve import may_ask
 from tether.settings import Region, TROLLSettings, check_choice, check_kl_bound
 
-# Outcomes that one program of the kernel holds in registers.
-_KERNEL_OUTCOMES = 4096
-
 
 @dataclass(frozen=True)
 class CategoricalProjection:
@@ -78,8 +75,9 @@ def project_categorical(
         region: "token" (one step a row) or "sequence" (one step for the rows of dimension -2).
         mask: which tokens count, [..., T]; only for sequences. Others are returned as they are.
         backend: "triton" for one kernel that solves a row in registers, "torch" for the plain path, "auto"
-            for the kernel on a CUDA device where Triton is installed. It takes single tokens of up to
-            4096 outcomes. The results differ by rounding alone.
+            for the kernel on a CUDA device where Triton is installed. It takes single tokens; a row of
+            more than 4096 outcomes goes through the registers in chunks. The results differ by rounding
+            alone.
 
     Raises:
         InvalidInputError: shapes differ, the bound is not positive, a row holds NaN or +inf or
@@ -109,7 +107,7 @@ def project_categorical(
     old = old_log_probs.detach().to(dtype).reshape(-1, tokens, vocabulary)
     counted = None if mask is None else (mask != 0).reshape(-1, tokens)
     with torch.autocast(new.device.type, enabled=False):
-        if use_triton(backend, new, unfit=_unfit_for_kernel(region, vocabulary)):
+        if use_triton(backend, new, unfit=_unfit_for_kernel(region)):
             from tether.projection.categorical_triton import project_rows
 
             found = project_rows(new.squeeze(1), old.squeeze(1), float(kl_bound))
@@ -126,13 +124,9 @@ def project_categorical(
     )
 
 
-def _unfit_for_kernel(region: Region, outcomes: int) -> str | None:
-    """Why a row does not fit the registers of one program, if it does not."""
-    if region != "token":
-        return "the kernel projects single tokens, not sequences"
-    if outcomes > _KERNEL_OUTCOMES:
-        return f"the kernel holds up to {_KERNEL_OUTCOMES} outcomes, got {outcomes}"
-    return None
+def _unfit_for_kernel(region: Region) -> str | None:
+    """Why the kernel cannot do it, if it cannot."""
+    return None if region == "token" else "the kernel projects single tokens, not sequences"
 
 
 class _Project(torch.autograd.Function):

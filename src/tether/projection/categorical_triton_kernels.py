@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 # The constants of `solve.py` and `geodesic.py`.
-_MAX_ITERATIONS: tl.constexpr = tl.constexpr(60)
+MAX_ITERATIONS: tl.constexpr = tl.constexpr(60)
 _CONVERGED: tl.constexpr = tl.constexpr(100.0)
-_VANISHING: tl.constexpr = tl.constexpr(-1e30)
-_FAR: tl.constexpr = tl.constexpr(4.0)
+VANISHING: tl.constexpr = tl.constexpr(-1e30)
+FAR: tl.constexpr = tl.constexpr(4.0)
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def project_kernel(
         if end > limit:
             low = tl.minimum(tl.sqrt((limit - at_zero) * 8 * (1 - 1e-4)), scale)
             x, met = _solve(
-                start, ratio, limit, low, scale, _first_guess(end, limit, scale, spread), TOLERANCE, EPSILON
+                start, ratio, limit, low, scale, first_guess(end, limit, scale, spread), TOLERANCE, EPSILON
             )
         moved, _ = _normalised(start + x * ratio)
         tl.store(log_probs + at, moved, mask=inside)
@@ -120,8 +120,8 @@ def _geodesic(new, old, inside, bound, TINY: tl.constexpr):
     at_zero = tl.where(jump < bound, jump, 0.0)
     start = tl.where(left_out, float("-inf"), start)
     ratio = tl.where(free, log_new, 0.0) - tl.where(free, start, 0.0)
-    ratio = tl.where(vanishing, _VANISHING, ratio)
-    ratio = tl.minimum(tl.maximum(ratio, _VANISHING), -_VANISHING)
+    ratio = tl.where(vanishing, VANISHING, ratio)
+    ratio = tl.minimum(tl.maximum(ratio, VANISHING), -VANISHING)
     _, probs = _normalised(start)
     ratio = tl.where(inside, ratio - _centre(ratio, probs, inside), 0.0)
     width = tl.max(tl.where(inside, ratio, float("-inf")), 0) - tl.min(
@@ -146,7 +146,7 @@ def _lost(log_probs, free):
 def _centre(ratio, probs, inside):
     """`_centre`."""
     mean = tl.sum(ratio * probs, 0)
-    candidates = tl.where(inside, tl.where(ratio > _VANISHING / 2, probs, -1.0), -2.0)
+    candidates = tl.where(inside, tl.where(ratio > VANISHING / 2, probs, -1.0), -2.0)
     mode = tl.argmax(candidates, 0)
     at_mode = tl.sum(tl.where(tl.arange(0, ratio.shape[0]) == mode, ratio, 0.0), 0)
     limited = tl.minimum(tl.maximum(ratio - at_mode, -8.0), 8.0)
@@ -168,12 +168,12 @@ def _kl_and_slope(x, start, ratio):
     tilt = x * mean
     held = probs > 0
     terms = tl.where(held, curve - largest - log_sum, 0.0) - tl.where(held, start, 0.0)
-    divergence = tl.where(tl.abs(tilt) > _FAR, tl.sum(terms * probs, 0), tilt - (largest + log_sum))
+    divergence = tl.where(tl.abs(tilt) > FAR, tl.sum(terms * probs, 0), tilt - (largest + log_sum))
     return divergence, x * variance
 
 
 @triton.jit
-def _first_guess(end, bound, scale, variance_at_zero):
+def first_guess(end, bound, scale, variance_at_zero):
     """`Geodesic._first_guess`."""
     a = tl.sqrt(variance_at_zero)
     b = (tl.sqrt(2 * end) / scale - a) / scale
@@ -184,31 +184,45 @@ def _first_guess(end, bound, scale, variance_at_zero):
 @triton.jit
 def _solve(start, ratio, bound, low, high, guess, TOLERANCE: tl.constexpr, EPSILON: tl.constexpr):
     """`solve_increasing`, with the stopping rule of a device that can stop early: here every row can."""
-    root_of_bound = tl.sqrt(bound)
-    x = tl.where((guess > low) & (guess < high), guess, tl.sqrt(low) * tl.sqrt(high))
+    x = first_step(guess, low, high)
     previous_error = bound * 0 + float("inf")
     done = bound < 0
     converged = bound < 0
     iteration = 0
-    while (iteration < _MAX_ITERATIONS) & ~done:
+    while (iteration < MAX_ITERATIONS) & ~done:
         value, slope = _kl_and_slope(x, start, ratio)
-        error = tl.abs(value / bound - 1)
-        met = error <= TOLERANCE
-        below = value < bound
-        low = tl.where(below & ~met, x, low)
-        high = tl.where(~below & ~met, x, high)
-        root = tl.sqrt(tl.maximum(value, 0.0))
-        newton = x - (root - root_of_bound) * 2 * root / slope
-        trusted = (newton > low) & (newton < high) & ~(error > 0.5 * previous_error)
-        coefficient = tl.maximum(error / (previous_error * previous_error), 1.0)
-        arrives = trusted & (previous_error < float("inf")) & (coefficient * error * error <= TOLERANCE)
-        no_step = (error < 0.1) & (tl.abs(newton - x) <= 2 * EPSILON * x)
-        exhausted = no_step | (high - low <= 2 * EPSILON * high)
-        moved = tl.where(trusted, newton, tl.sqrt(low) * tl.sqrt(high))
-        moved = tl.where(exhausted, tl.maximum(low, x - x * (2 * EPSILON)), moved)
-        x = tl.where(met, x, moved)
-        done = met | arrives | exhausted
-        converged = met | arrives | (exhausted & (error <= _CONVERGED * TOLERANCE))
-        previous_error = tl.where(trusted, error, float("inf"))
+        x, low, high, previous_error, done, converged = next_step(
+            x, value, slope, bound, low, high, previous_error, TOLERANCE, EPSILON
+        )
         iteration += 1
     return tl.where(done, x, low), converged
+
+
+@triton.jit
+def first_step(guess, low, high):
+    """`_inside`."""
+    return tl.where((guess > low) & (guess < high), guess, tl.sqrt(low) * tl.sqrt(high))
+
+
+@triton.jit
+def next_step(
+    x, value, slope, bound, low, high, previous_error, TOLERANCE: tl.constexpr, EPSILON: tl.constexpr
+):  # fmt: skip
+    """One round of `solve_increasing`: x and its bracket, the error before, done, converged."""
+    error = tl.abs(value / bound - 1)
+    met = error <= TOLERANCE
+    below = value < bound
+    low = tl.where(below & ~met, x, low)
+    high = tl.where(~below & ~met, x, high)
+    root = tl.sqrt(tl.maximum(value, 0.0))
+    newton = x - (root - tl.sqrt(bound)) * 2 * root / slope
+    trusted = (newton > low) & (newton < high) & ~(error > 0.5 * previous_error)
+    coefficient = tl.maximum(error / (previous_error * previous_error), 1.0)
+    arrives = trusted & (previous_error < float("inf")) & (coefficient * error * error <= TOLERANCE)
+    no_step = (error < 0.1) & (tl.abs(newton - x) <= 2 * EPSILON * x)
+    exhausted = no_step | (high - low <= 2 * EPSILON * high)
+    moved = tl.where(trusted, newton, tl.sqrt(low) * tl.sqrt(high))
+    moved = tl.where(exhausted, tl.maximum(low, x - x * (2 * EPSILON)), moved)
+    converged = met | arrives | (exhausted & (error <= _CONVERGED * TOLERANCE))
+    previous_error = tl.where(trusted, error, float("inf"))
+    return tl.where(met, x, moved), low, high, previous_error, met | arrives | exhausted, converged
