@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_module
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.reward_score import default_compute_score
 
 import verl
@@ -110,6 +111,24 @@ def test_the_switch_is_what_it_stands_for() -> None:
     shown = verl_switch.describe()
     assert all(line in shown for line in [verl_switch.SWITCH, *verl_switch.lines()])
     assert f"verl {verl.__version__} is installed here (tested)" in shown
+
+
+def test_the_samplers_switch_is_what_it_stands_for() -> None:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        switched = compose("ppo_trainer", [verl_switch.SAMPLER_SWITCH])
+        spelt = compose("ppo_trainer", verl_switch.lines(verl_switch.sampler_configuration()))
+    assert switched.actor_rollout_ref.rollout.custom.troll_top_k == 64
+    assert switched.algorithm.rollout_correction.bypass_mode
+    for part in ("actor", "model"):
+        assert switched.actor_rollout_ref[part] == spelt.actor_rollout_ref[part]
+    assert switched.algorithm == spelt.algorithm
+    assert switched.actor_rollout_ref.rollout.agent == spelt.actor_rollout_ref.rollout.agent
+    assert load_class_from_fqn(verl_switch.MANAGER, "AgentLoopManager").__name__ == "SamplerAgentLoopManager"
+    loss = omega_conf_to_dataclass(switched.actor_rollout_ref.actor.policy_loss)
+    assert loss.around_sampler
+    omega_conf_to_dataclass(switched.actor_rollout_ref.rollout)
+    shown = verl_switch.describe()
+    assert all(line in shown for line in verl_switch.lines(verl_switch.sampler_configuration()))
 
 
 def test_an_unknown_method_is_named() -> None:

@@ -1,4 +1,4 @@
-"""verl's synchronous trainer from start to end on CPU: rollouts, rewards, TROLL, weights back to the server.
+"""verl's trainers from start to end on CPU: rollouts, rewards, TROLL, weights back to the server.
 
 `fit` is verl's own, and so is everything it calls, on Ray and TransferQueue. Ours are a rollout server on CPU
 in verl's registry of rollouts, and a worker that meets its peers over gloo.
@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 STEPS, PROMPTS, SAMPLES = 12, 16, 8
 SETTINGS = f"""
 actor_rollout_ref.model.path={embedded_model_path()}
-+tether=troll
 actor_rollout_ref.actor.policy_loss.troll_kl_bound=0.05
 +actor_rollout_ref.model.override_config.attn_implementation=sdpa
 actor_rollout_ref.model.enable_gradient_checkpointing=False
@@ -108,11 +107,12 @@ def _write_data(folder: Path) -> list[str]:
     return files
 
 
-def _config(folder: Path) -> Any:
+def _config(folder: Path, *more: str) -> Any:
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    overrides = [*SETTINGS.split(), *_write_data(folder), f"trainer.default_local_dir={folder}/checkpoints"]
+    local = [*_write_data(folder), f"trainer.default_local_dir={folder}/checkpoints"]
+    overrides = [*SETTINGS.split(), *local, *more]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides)
     OmegaConf.set_struct(config, False)
@@ -122,36 +122,69 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def test_the_trainer_learns_the_embedded_task(tmp_path: Path, cluster: None) -> None:
+def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
+    """verl's `fit`, as its `main_ppo` calls it; returns what each step logged."""
     import transfer_queue as queue
     from cpu_worker import CPUActorWorker
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, PPOTrainerSync
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
+    from verl.utils.import_utils import load_class_from_fqn
 
-    class CPUTrainer(PPOTrainerSync):
+    class CPUTrainer(get_trainer_cls(config.trainer.v1.trainer_mode)):  # type: ignore[misc]
         def _init_resource_pool_mgr(self) -> None:
             super()._init_resource_pool_mgr()
             self.role_worker_mapping = dict.fromkeys(self.role_worker_mapping, ray.remote(CPUActorWorker))
 
-    config = _config(tmp_path)
     queue.init(config.transfer_queue)
     trainer = CPUTrainer(config=config)
     trainer.init()
-    manager = AgentLoopManagerTQ.create(
-        config=config,
-        llm_client=trainer.get_llm_client(),
-        teacher_client=trainer.get_teacher_client(),
-        reward_loop_worker_handles=trainer.get_reward_handles(),
+    named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    manager = load_class_from_fqn(named, "AgentLoopManager") if named else AgentLoopManagerTQ
+    trainer.fit(
+        manager.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
     )
-    trainer.fit(manager)
     queue.close()
-
-    steps = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == STEPS
+    return steps
+
+
+def _assert_learnt(steps: list[dict[str, Any]]) -> None:
     rewards = [step["critic/rewards/mean"] for step in steps]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.05, rewards
+
+
+def test_the_trainer_learns_the_embedded_task(tmp_path: Path, cluster: None) -> None:
+    steps = _train(_config(tmp_path, "+tether=troll"), tmp_path)
+    _assert_learnt(steps)
     for step in steps:
         # The server samples with the weights that were trained last.
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert 0 < step["actor/troll/kl_mean"] < step["actor/troll/kl_max"]
         assert 0 <= step["actor/troll/projected"] < 0.2
         assert step["actor/troll/certified"] > 0.9
+
+
+UPDATES = PROMPTS // 4
+ASYNC = ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1"]
+
+
+@pytest.mark.parametrize(("mode", "lag"), [([], 0), (ASYNC, UPDATES)], ids=["sync", "colocate_async"])
+def test_around_the_sampler(tmp_path: Path, cluster: None, mode: list[str], lag: int) -> None:
+    """No scoring pass; the records are of the tokens, and the lags those of the weights that sampled them.
+
+    Asynchronously a batch is always under way while one is trained on: its answers are interrupted, and end
+    under the next weights.
+    """
+    steps = _train(_config(tmp_path, "+tether=troll_sampler", *mode), tmp_path)
+    _assert_learnt(steps)
+    for number, step in enumerate(steps):
+        assert "training/rollout_probs_diff_max" not in step  # nothing was scored
+        assert 0 < step["actor/troll/kl_mean"] < step["actor/troll/kl_max"]
+        assert 0 <= step["actor/troll/projected"] < 0.5
+        assert step["actor/troll/lag_0/kl"] < 1e-4 or lag  # arithmetic alone: engine and trainer agree
+        assert step["actor/troll/lag"] <= (lag if number else 0) + UPDATES - 1

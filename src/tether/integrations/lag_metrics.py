@@ -31,9 +31,13 @@ def lag_sums(tokens: ProjectedTokens, lag: Tensor, mask: Tensor) -> Tensor:
     counted = mask > 0
     uncertain = torch.full_like(tokens.kl, torch.nan) if tokens.uncertain is None else tokens.uncertain
     columns = torch.stack((torch.ones_like(tokens.kl), tokens.kl.detach(), tokens.projected, uncertain), -1)
+    return sum_by_lag(torch.where(counted[..., None], columns, 0.0).sum(1), lag)
+
+
+def sum_by_lag(values: Tensor, lag: Tensor) -> Tensor:
+    """Sums of the rows [B, ...] of each group of lags [B]: [G, ...]."""
     group = torch.bucketize(lag, torch.tensor(LAGS, device=lag.device), right=True) - 1
-    columns = torch.where(counted[..., None], columns, 0.0).sum(1)
-    return columns.new_zeros(len(LAGS), 4).index_add_(0, group, columns)
+    return values.new_zeros(len(LAGS), *values.shape[1:]).index_add_(0, group, values)
 
 
 def lag_means(sums: Tensor) -> dict[str, float]:

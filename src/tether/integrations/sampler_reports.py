@@ -32,6 +32,8 @@ class ReportBlock:
     """[N, K]."""
     least: npt.NDArray[np.float32] | None = None
     """A number that no log-probability is below, [N], where whole distributions were at hand."""
+    version: int | None = None
+    """Of the weights that sampled, where the engine counts them."""
 
 
 class Reported(float):
@@ -47,6 +49,10 @@ class Reported(float):
         made.block, made.row = block, row
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it travels between processes: tokens of one block go on sharing it."""
+        return Reported, (float(self), self.block, self.row)
+
 
 def at_reported_ids(ids: Tensor, log_tail: Tensor) -> dict[str, Tensor]:
     """Asks a sparse head for the network as a sampler's reports allow to see it (`SampledPolicy.see`)."""
@@ -54,9 +60,15 @@ def at_reported_ids(ids: Tensor, log_tail: Tensor) -> dict[str, Tensor]:
 
 
 def report_sequence(
-    completion_ids: list[int], ids: list[list[int]], log_probs: list[list[float | None]], sequence: int
+    completion_ids: list[int],
+    ids: list[list[int]],
+    log_probs: list[list[float | None]],
+    sequence: int,
+    version: int | None = None,
 ) -> list[Reported]:
     """One completion's records from an engine's lists: some ids of each token, the drawn one among them.
+
+    `version` is of the weights that sampled, if the engine counts them.
 
     Raises:
         InvalidInputError: a drawn id that the engine did not report, by sequence and position.
@@ -75,7 +87,7 @@ def report_sequence(
                 "the drawn token's log-probability too (vLLM's logprobs does)."
             )
         own.append(float(values[position, row.index(drawn)]))
-    block = ReportBlock(padded, values)
+    block = ReportBlock(padded, values, version=version)
     return [Reported(value, block, position) for position, value in enumerate(own)]
 
 

@@ -1,4 +1,7 @@
-"""TROLL in verl's trainers with one switch, `+tether=troll`, and what it stands for. Needs no verl.
+"""TROLL in verl's trainers with one switch, and what it stands for. Needs no verl.
+
+`+tether=troll`: around the policy that verl scores the rollouts with; `+tether=troll_sampler`: around the one
+that sampled them.
 
 Hydra, which reads verl's configuration, finds the switch by itself where Tether is installed
 (`hydra_plugins`); `tether verl --show` prints it.
@@ -12,17 +15,24 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from tether.settings import TROLLSettings
+from tether.settings import LagBound, TROLLSettings
 
 #: `policy_loss.loss_mode` and `model.model_type`, by which verl finds loss and engine.
 TROLL = "troll"
 SWITCH = "+tether=troll"
+TROLL_SAMPLER = "troll_sampler"
+SAMPLER_SWITCH = f"+tether={TROLL_SAMPLER}"
 
 #: Settings of TROLL that only verl's plug-in has.
-OLD_STORE, RATIO = "local", "token"
+OLD_STORE, RATIO, ANCHOR = "local", "token", "trainer"
+
+#: Where a rollout server of verl's finds how many ids it is to report of each token.
+TOP_K = "troll_top_k"
 
 _PLUGIN = "tether.integrations.verl"
 _LOSS = "actor_rollout_ref.actor.policy_loss"
+#: The agent loop that keeps what the engine reports.
+MANAGER = f"{_PLUGIN}.rollouts.SamplerAgentLoopManager"
 
 
 def settings() -> dict[str, Any]:
@@ -33,7 +43,11 @@ def settings() -> dict[str, Any]:
         ('exact', 'local')
     """
     shared = {f"troll_{field.name}": field.default for field in fields(TROLLSettings)}
-    return {**shared, "troll_old_store": OLD_STORE, "troll_ratio": RATIO}
+    lag = {"growth": LagBound.growth, "rate": LagBound.rate}
+    by_lag = {f"troll_lag_{name}": default for name, default in lag.items()}
+    largest = {"troll_kl_bound_largest": LagBound.largest}
+    own = {"troll_anchor": ANCHOR, "troll_old_store": OLD_STORE, "troll_ratio": RATIO}
+    return {**shared, **own, **by_lag, **largest}
 
 
 def configuration() -> dict[str, Any]:
@@ -43,33 +57,57 @@ def configuration() -> dict[str, Any]:
     return {"actor_rollout_ref": {"model": model, "actor": {"policy_loss": policy_loss}}}
 
 
-def lines() -> list[str]:
+def sampler_configuration() -> dict[str, Any]:
+    """What the other one adds: the same around the sampler, an engine that reports, no scoring pass."""
+    whole = configuration()
+    whole["actor_rollout_ref"]["actor"]["policy_loss"]["troll_anchor"] = "sampler"
+    whole["actor_rollout_ref"]["rollout"] = {
+        "calculate_log_probs": True,
+        "agent": {"agent_loop_manager_class": MANAGER},
+        "custom": {TOP_K: f"${{{_LOSS}.troll_top_k}}"},
+    }
+    whole["algorithm"] = {"rollout_correction": {"bypass_mode": True}}
+    return whole
+
+
+def lines(tree: dict[str, Any] | None = None) -> list[str]:
     """The same as overrides of a command line: a key to a line.
 
     Example:
         >>> lines()[0]
         'actor_rollout_ref.model.external_lib=tether.integrations.verl'
     """
-    known = ("external_lib", "_target_", "loss_mode")  # to verl; the rest is added
-    return [f"{'' if key.endswith(known) else '+'}{key}={value}" for key, value in _flat(configuration())]
+    known = (  # to verl; the rest is added
+        "external_lib", "_target_", "loss_mode",
+        "calculate_log_probs", "bypass_mode",
+    )  # fmt: skip
+    flat = _flat(configuration() if tree is None else tree)
+    return [f"{'' if key.endswith(known) else '+'}{key}={value}" for key, value in flat]
 
 
 def register() -> None:
-    """Tell Hydra of the switch."""
+    """Tell Hydra of the switches."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(
-        group="tether", name=TROLL, node=configuration(), package="_global_", provider="tether"
-    )
+    for name, node in ((TROLL, configuration()), (TROLL_SAMPLER, sampler_configuration())):
+        ConfigStore.instance().store(
+            group="tether", name=name, node=node, package="_global_", provider="tether"
+        )
 
 
 def describe() -> str:
     """The switch, what it stands for, how to change it, and the verl that is installed here."""
-    shown = "\n".join(f"    {line}" for line in lines())
+    troll = lines()
+    shown = "\n".join(f"    {line}" for line in troll)
+    others = [line for line in lines(sampler_configuration()) if line not in troll]
+    beside = "\n".join(f"    '{line}'" if "$" in line else f"    {line}" for line in others)
     return (
         f"TROLL in any of verl's trainers:\n\n    python -m verl.trainer.main_ppo {SWITCH} ...\n\n"
         f"It stands for\n\n{shown}\n\n"
-        f"and is changed by later words of the command line, such as {_LOSS}.troll_kl_bound=0.1 or\n"
+        "Around the policy that sampled, from what vLLM reports, for asynchronous and stale data:\n\n"
+        f"    python -m verl.trainer.main_ppo {SAMPLER_SWITCH} ...\n\n"
+        f"which stands for the same, but for\n\n{beside}\n\n"
+        f"Either is changed by later words of the command line, such as {_LOSS}.troll_kl_bound=0.1 or\n"
         f"{_LOSS}.troll_support=bucket. What each means: docs/verl.md.\n\n{_installed()}"
     )
 

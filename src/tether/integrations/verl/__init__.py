@@ -12,7 +12,8 @@ What happens in a step: when verl scores fresh rollouts with the policy that mad
 response token's most likely ids beside its log-probability; they travel with the batch through TransferQueue.
 In every update the engine hands the new logits to the projection, and verl's own loss function does the rest:
 estimators, aggregation, rollout weights, entropy bonus and reference penalty are verl's.
-See docs/verl.md and recipes/verl.
+With `+tether=troll_sampler` the old policy is instead what the engine reported while it sampled, and nothing
+is scored. See docs/verl.md and recipes/verl.
 
 Importing this package raises `MissingDependencyError` where verl is missing, another version, or beside a TRL
 it cannot live with.
@@ -29,6 +30,9 @@ from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicy
 # isort: split
 import verl.workers.engine
 
+from tether.integrations.verl import vllm_reports
+
+vllm_reports.register()
 if verl.workers.engine.MegatronEngine is not None:  # verl's way of saying that Megatron is not installed
     from tether.integrations.verl import megatron  # noqa: F401
 

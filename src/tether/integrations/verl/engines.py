@@ -23,6 +23,13 @@ from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.verl.head import HiddenStatesHead
 from tether.integrations.verl.layout import Partition, refuse_padded_batch
 from tether.integrations.verl.losses import RecordOldPolicy, TROLLLoss, refuse_missing_old_policy
+from tether.integrations.verl.sampler_clock import Lags
+from tether.integrations.verl.sampler_views import (
+    SamplerHiddenView,
+    SamplerKept,
+    SamplerLogitsView,
+    refuse_scoring,
+)
 from tether.integrations.verl.settings import (
     LOSS_MODE,
     MODEL_TYPE,
@@ -49,6 +56,7 @@ class TROLLEngineMixin:
         model_config.model_type = "language_model"
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self._reference_pass = False
+        self._updates = 0  # since the trainer's last call of update_actor ended
         self._settings: TROLLPolicyLossConfig | None = None
         if not engine_config.forward_only:
             settings = take_pending_settings()
@@ -67,7 +75,14 @@ class TROLLEngineMixin:
         """One optimiser step; with TROLL's loss on the projected policy."""
         if _asks_for_troll(loss_function):
             loss_function = self._projecting(data, loss_function)
-        return super().train_batch(data, loss_function)  # type: ignore[misc]
+        stepped = super().train_batch(data, loss_function)  # type: ignore[misc]
+        self._updates += 1
+        return stepped
+
+    def lr_scheduler_step(self) -> Any:
+        """The end of a call of update_actor: verl steps the schedule once in each, and saves it."""
+        self._updates = 0
+        return super().lr_scheduler_step()  # type: ignore[misc]
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
         """Score a batch; if it is fresh, keep the policy's distributions beside the log-probabilities."""
@@ -76,6 +91,8 @@ class TROLLEngineMixin:
         elif loss_function is None and self._records(data):
             assert self._settings is not None
             refuse_padded_batch(data)
+            if self._settings.around_sampler:
+                refuse_scoring()
             with self._store.recording():
                 recording = RecordOldPolicy(self._view(data), self._partition(), self._store)
                 scored = super().infer_batch(data, recording)  # type: ignore[misc]
@@ -121,11 +138,24 @@ class TROLLEngineMixin:
                 "tether.integrations.verl.TROLLPolicyLossConfig, and make the actor's configuration before "
                 "the actor."
             )
-        refuse_missing_old_policy(data, self._store)
-        return TROLLLoss(loss_function, settings, self._view(data), self._partition(), self._store)
+        kept = SamplerKept() if settings.around_sampler else self._store
+        refuse_missing_old_policy(data, kept)
+        lags = self._lags(data) if settings.around_sampler else None
+        return TROLLLoss(loss_function, settings, self._view(data, lags), self._partition(), kept, lags)
 
-    def _view(self, data: TensorDict) -> View:
+    def _lags(self, data: TensorDict) -> Lags:
+        by_sequence = self._settings is not None and self._settings.troll_region == "sequence"
+        group = self.get_data_parallel_group()  # type: ignore[attr-defined]
+        return Lags(data, self._calls(), self._updates, by_sequence=by_sequence, group=group)
+
+    def _calls(self) -> int:
+        """How often the trainer has called update_actor, in all of a training that was resumed."""
+        return int(self.lr_scheduler.last_epoch)  # type: ignore[attr-defined]
+
+    def _view(self, data: TensorDict, lags: Lags | None = None) -> View:
         assert self._settings is not None
+        if lags is not None:
+            return SamplerLogitsView(self._settings, self._partition(), lags=lags)
         return LogitsView(self._settings, self._partition())
 
     def _make_store(self, local: bool, *, keeps_head: bool = False) -> OldPolicyStore:
@@ -160,15 +190,16 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
             keeps_head = self._head.trained
         return super()._make_store(local, keeps_head=keeps_head)
 
-    def _view(self, data: TensorDict) -> View:
+    def _view(self, data: TensorDict, lags: Lags | None = None) -> View:
         if self._head is None:
-            return super()._view(data)
+            return super()._view(data, lags)
         assert self._settings is not None
         with_entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         temperature = one_temperature(data["temperature"])
-        return HiddenView(
-            self._settings, self._partition(), self._head, temperature, self._store, with_entropy=with_entropy
-        )
+        known = (self._settings, self._partition(), self._head, temperature, self._store)
+        if lags is not None:
+            return SamplerHiddenView(*known, with_entropy=with_entropy, lags=lags)
+        return HiddenView(*known, with_entropy=with_entropy)
 
     def _snapshot(self) -> HeadSnapshot | None:
         return None if self._head is None else self._head.snapshot()

@@ -31,9 +31,10 @@ from tether.integrations.verl.layout import (
     refuse_padded_batch,
     spread,
 )
+from tether.integrations.verl.sampler_clock import Lags
 from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
-from tether.integrations.verl.store import OldPolicyStore
-from tether.integrations.verl.views import Recorded, View
+from tether.integrations.verl.store import Kept, OldPolicyStore
+from tether.integrations.verl.views import Projected, Recorded, View
 from tether.losses.troll import troll_objective
 from tether.projection.tokens import ProjectedTokens, masked_max, masked_mean
 
@@ -84,11 +85,12 @@ _PREFIX = "troll_"
 
 
 def _as_outputs(
-    tokens: ProjectedTokens, tokens_of_batch: CountedTokens, columns: int, with_entropy: bool
+    projected: Projected, tokens_of_batch: CountedTokens, columns: int, with_entropy: bool
 ) -> dict[str, Tensor]:
     """The projection as model outputs, one value a position: how the engine keeps it for the second call."""
+    tokens, log_probs = projected
     values = {_PREFIX + name: value for name, value in tokens.known().items() if name not in _STAYS}
-    values[_LOG_PROBS] = tokens.new_log_probs
+    values[_LOG_PROBS] = log_probs
     if with_entropy and tokens.entropy is not None:
         values[_ENTROPY] = tokens.entropy
     return {
@@ -105,6 +107,7 @@ def _from_outputs(model_output: dict[str, Any], data: TensorDict) -> ProjectedTo
         if name.startswith(_PREFIX)
     }
     found["projected"] = found["projected"] > 0
+    # Nothing more is asked of the network's own, which verl reads beside it, nor of the step.
     log_probs = no_padding_2_padding(model_output[_LOG_PROBS], data)
     return ProjectedTokens(new_log_probs=log_probs, step=torch.ones_like(log_probs), **found)
 
@@ -125,13 +128,15 @@ class TROLLLoss:
         settings: TROLLPolicyLossConfig,
         view: View,
         partition: Partition,
-        store: OldPolicyStore,
+        store: Kept,
+        lags: Lags | None = None,
     ) -> None:
         self._ppo_loss = ppo_loss
         self._settings = settings
         self.view = view
         self._partition = partition
         self._store = store
+        self._lags = lags
         self._seconds = 0.0
 
     def __call__(
@@ -152,15 +157,16 @@ class TROLLLoss:
             loss, metrics = self._ppo_loss(model_output=model_output, data=data, dp_group=dp_group)
         finally:
             _tokens.reset(before)
-        return loss, metrics | _metrics(tokens, data, self._settings) | self._costs()
+        by_lag = {} if self._lags is None else self._lags.metrics(tokens, data)
+        return loss, metrics | _metrics(tokens, data, self._settings) | by_lag | self._costs()
 
     def _project(self, rows: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
         refuse_data_format(data_format)
         start, columns = time.perf_counter(), rows.shape[1]
         tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
-        projection = self.view.project(rows, tokens, data, self._store.take(data, rows.device))
+        projected = self.view.project(rows, tokens, data, self._store.take(data, rows.device))
         self._seconds = time.perf_counter() - start
-        return _as_outputs(projection, tokens, columns, self.view.with_entropy)
+        return _as_outputs(projected, tokens, columns, self.view.with_entropy)
 
     def _costs(self) -> dict[str, Metric]:
         return {
@@ -249,13 +255,9 @@ def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[s
     return result
 
 
-def refuse_missing_old_policy(data: TensorDict, store: OldPolicyStore) -> None:
-    """Refuse to update without what the old pass records."""
+def refuse_missing_old_policy(data: TensorDict, store: Kept) -> None:
+    """Refuse to update without what the old pass records, or the sampler."""
     refuse_padded_batch(data)
     missing = [name for name in store.needed if name not in data.keys()]  # noqa: SIM118  (a TensorDict)
     if missing:
-        raise ConfigError(
-            f"The batch lacks {', '.join(missing)}: the old policy was not scored by this engine. TROLL "
-            "needs algorithm.rollout_correction.bypass_mode=False, so that verl recomputes old "
-            "log-probabilities, and trainer.use_v1=True, which keeps what is recorded beside them."
-        )
+        raise ConfigError(f"The batch lacks {', '.join(missing)}: {store.remedy}")

@@ -29,3 +29,6 @@ class TROLLMegatronEngine(TROLLEngineMixin, MegatronEngineWithLMHead):
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
         )
+
+    def _calls(self) -> int:
+        return int(self.lr_scheduler.num_steps)

@@ -10,6 +10,8 @@ from tether.integrations import seams
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
+# Ray's actor class, from which nothing can be derived, and what it was made of.
+_AGENT_LOOPS = "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__"
 
 #: Functions that are called or overridden, and the names of their parameters.
 SIGNATURES: dict[str, list[str]] = {
@@ -25,6 +27,8 @@ SIGNATURES: dict[str, list[str]] = {
     f"{_ENGINE}:FSDPEngine.__init__": [
         "self", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
     ],
+    f"{_ENGINE}:FSDPEngine.lr_scheduler_step": ["self"],
+    "verl.workers.rollout.replica:RolloutReplicaRegistry.register": ["name", "loader"],
     "verl.workers.engine:EngineRegistry.register": ["model_type", "backend", "device", "vendor"],
     "verl.trainer.ppo.core_algos:register_policy_loss": ["name"],
     "verl.workers.utils.losses:ppo_loss": ["config", "model_output", "data", "dp_group"],
@@ -124,6 +128,29 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         ["batch = self._balance_batch(batch, metrics=metrics) # 4. compute old_log_prob"],
     ),
     (
+        "in bypass mode the engine's log-probabilities are the old ones",
+        f"{_TRAINER}:PPOTrainer._compute_old_log_prob",
+        ['data["old_log_probs"] = data.pop("rollout_log_probs")'],
+    ),
+    (
+        "the parts of an interrupted answer become one list",
+        "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient",
+        ["final_output.log_probs.extend(output.log_probs)"],
+    ),
+    (
+        "a trajectory's dictionary becomes the fields of the batch",
+        _AGENT_LOOPS,
+        [
+            "self, output: AgentLoopOutput | list[AgentLoopOutput], validate, **kwargs",
+            "field = output.as_dict()", "list_of_dict_to_tensordict(fields)",
+        ],
+    ),
+    (
+        "the schedule steps once in each call of update_actor",
+        f"{_WORKERS}:TrainingWorker.train_mini_batch",
+        ["update_lr_scheduler=batch_idx == total_num_iterations - 1"],
+    ),
+    (
         "the update carries every field of the batch",
         f"{_TRAINER}:PPOTrainer._update_actor",
         ["self.actor_rollout_wg.update_actor(batch)"],
@@ -145,6 +172,7 @@ FIELDS: dict[str, set[str]] = {
     },
     "verl.workers.config:HFModelConfig": {"model_type", "external_lib", "use_remove_padding"},
     "verl.workers.config:PolicyLossConfig": {"loss_mode"},
+    "verl.workers.config:RolloutConfig": {"custom", "calculate_log_probs", "logprobs_mode", "disaggregation"},
 }  # fmt: skip
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 from verl.workers.config import PolicyLossConfig
 
 from tether.errors import ConfigError, InvalidInputError
-from tether.integrations.verl_switch import OLD_STORE, RATIO, TROLL
+from tether.integrations.verl_switch import ANCHOR, OLD_STORE, RATIO, SAMPLER_SWITCH, TROLL
+from tether.losses.sampler import Bound
 from tether.losses.troll import RatioLevel
-from tether.settings import TROLLSettings, check_choice
+from tether.settings import LagBound, TROLLSettings, check_choice
 
 #: `policy_loss.loss_mode` and the name in verl's registry of policy losses; `model.model_type`.
 LOSS_MODE = MODEL_TYPE = TROLL
@@ -21,6 +22,9 @@ USE_BUCKET = f"{_KEY}.troll_support=bucket"
 
 OldStore = Literal["local", "queue"]
 """Where the old policy waits: on the worker that recorded it, or in TransferQueue with the batch."""
+
+Anchor = Literal["trainer", "sampler"]
+"""The policy the region is around: the trainer's own before it updates, or the one that sampled."""
 
 # How many ids a token has travels as int16; one more is the sampled token.
 _MOST_IDS = 2**15 - 2
@@ -50,6 +54,15 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
     troll_support: str = TROLLSettings.support
     """Compare policies on the whole vocabulary ("exact", from hidden states), or on the ids kept, all others
     being one outcome with their exact mass ("bucket") or having probability 1e-12 each ("paper")."""
+    troll_anchor: str = ANCHOR
+    """Project around the policy that verl scores the rollouts with ("trainer"), or around the one that
+    sampled, from what its engine reported ("sampler"): no scoring pass; compared on the reported ids."""
+    troll_lag_growth: str = LagBound.growth
+    """Anchor sampler: how the bound grows with the lag; see `tether.LagBound`."""
+    troll_lag_rate: float = LagBound.rate
+    """Anchor sampler: the rate of that growth."""
+    troll_kl_bound_largest: float = LagBound.largest
+    """Anchor sampler: where that growth ends, in nats."""
     troll_old_store: str = OLD_STORE
     """Keep the old policy on the worker that recorded it ("local"), or send it with the batch ("queue")."""
     troll_region: str = TROLLSettings.region
@@ -61,6 +74,11 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
         """Check the values and hand them to the engine that is built next."""
         _check(self)
         _pending[:] = [self]
+
+    @property
+    def around_sampler(self) -> bool:
+        """Whether the old policy is the one that sampled."""
+        return self.troll_anchor == "sampler"
 
 
 _pending: list[TROLLPolicyLossConfig] = []
@@ -79,6 +97,21 @@ def same_settings(first: Any, second: Any) -> bool:
     return all(getattr(first, name, None) == getattr(second, name, None) for name in names)
 
 
+def bound(config: TROLLPolicyLossConfig) -> Bound:
+    """The bound: a number, or one that grows with the lag."""
+    growing = LagBound(
+        config.troll_kl_bound,
+        config.troll_lag_growth,  # type: ignore[arg-type]
+        config.troll_lag_rate,
+        config.troll_kl_bound_largest,
+    )
+    return config.troll_kl_bound if growing.growth == "constant" else growing
+
+
+# What `LagBound` calls its settings, and what they are called here.
+_OF_LAG_BOUND = {"growth": "lag_growth", "rate": "lag_rate", "largest": "kl_bound_largest"}
+
+
 def _check(config: TROLLPolicyLossConfig) -> None:
     TROLLSettings.read(config, f"{_KEY}.troll_")
     if config.troll_top_k > _MOST_IDS:
@@ -88,5 +121,21 @@ def _check(config: TROLLPolicyLossConfig) -> None:
     try:
         check_choice("ratio", config.troll_ratio, get_args(RatioLevel))
         check_choice("old_store", config.troll_old_store, get_args(OldStore))
+        check_choice("anchor", config.troll_anchor, get_args(Anchor))
     except InvalidInputError as error:
         raise ConfigError(f"{_KEY}.troll_{error}") from error
+    try:
+        grows = isinstance(bound(config), LagBound)
+    except InvalidInputError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ConfigError(f"{_KEY}.troll_{_OF_LAG_BOUND[name]} {rest}") from error
+    if grows and not config.around_sampler:
+        raise ConfigError(
+            f"{_KEY}.troll_lag_growth={config.troll_lag_growth} bounds the divergence from the policy that "
+            f"sampled. Use {SAMPLER_SWITCH} on the command line, or leave it constant."
+        )
+    if config.around_sampler and config.troll_support == "paper":
+        raise ConfigError(
+            f"{_KEY}.troll_support=paper invents probabilities for the ids whose exact mass a sampler's "
+            "report tells. Leave it at its default with troll_anchor=sampler."
+        )

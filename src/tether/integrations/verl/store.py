@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tether.errors import TetherError
 from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.verl import carrier
 from tether.integrations.verl.head import snapshot_bytes
+from tether.integrations.verl_switch import SAMPLER_SWITCH
 
 #: Each sequence's field of the batch: the pass, the worker and the place in its store.
 HANDLE = "troll_old_handle"
@@ -30,6 +31,29 @@ _REMEDY = (
     "A batch must be scored by the worker that updates on it, one batch after the other; where a trainer "
     "cannot keep to that, set actor_rollout_ref.actor.policy_loss.troll_old_store=queue."
 )
+
+
+class Kept(Protocol):
+    """Where an update finds the old policy."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The fields without which a batch cannot be updated on."""
+
+    @property
+    def remedy(self) -> str:
+        """Why they may be missing, and what to do."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that waits here."""
+
+    @property
+    def record_seconds(self) -> float:
+        """Of the pass that recorded them."""
+
+    def take(self, batch: Any, device: Any) -> Mapping[str, Any]:
+        """The fields of a micro-batch, jagged, on `device`."""
 
 
 class OldPolicyStore:
@@ -46,6 +70,12 @@ class OldPolicyStore:
         """The LM head their hidden states met; None if it is frozen, or if logits were recorded."""
         self.record_seconds = 0.0
         """Of the pass that recorded them."""
+        self.remedy = (
+            "the old policy was not scored by this engine. TROLL needs "
+            "algorithm.rollout_correction.bypass_mode=False, so that verl recomputes old log-probabilities, "
+            "and trainer.use_v1=True, which keeps what is recorded beside them; or, in its place, the policy "
+            f"that sampled: {SAMPLER_SWITCH}, which records it."
+        )
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,9 @@ class Recorded:
     """Of the batch, besides those of the support."""
 
 
+Projected = tuple[ProjectedTokens, Tensor]
+"""And the log-probabilities of the sampled tokens over the whole vocabulary: for the rest of verl's loss."""
+
 _OPEN_SEAM = {"distillation_use_topk": True, "distillation_only": True}
 
 
@@ -59,9 +62,7 @@ class View(Protocol):
     def record(self, rows: Tensor, tokens: CountedTokens, data: Any) -> Recorded:
         """Keep the old policy."""
 
-    def project(
-        self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]
-    ) -> ProjectedTokens:
+    def project(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Projected:
         """Project the new policy onto the old one's ball; a value a token of this process, [n]."""
 
 
@@ -91,11 +92,9 @@ class LogitsView:
         log_probs = old.log_prob_of(tokens.sampled_ids)
         return Recorded(log_probs, on_all_processes(old, tokens, self._partition))
 
-    def project(
-        self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]
-    ) -> ProjectedTokens:
+    def project(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Projected:
         """See `View`."""
-        return project_on_old_policy(
+        projected = project_on_old_policy(
             rows[0],
             tokens.sampled_ids,
             carrier.unpack(fields, data["response_mask"])[tokens.index],
@@ -106,6 +105,7 @@ class LogitsView:
             shard=self._partition.vocabulary(rows.shape[-1]),
             sequence_lengths=sequence_lengths(self._settings, self._partition, tokens),
         )
+        return projected, projected.new_log_probs
 
 
 class HiddenView:
@@ -150,9 +150,7 @@ class HiddenView:
             carrier.pack_hidden(hidden, index, tokens.per_sequence),
         )
 
-    def project(
-        self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]
-    ) -> ProjectedTokens:
+    def project(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Projected:
         """See `View`."""
         hidden, weight, bias = self._read(rows, tokens, data)
         mask, (_, size) = data["response_mask"], self._partition.sequence()
@@ -171,7 +169,8 @@ class HiddenView:
             kl_bound=self._settings.troll_kl_bound,
             region=self._settings.troll_region,  # type: ignore[arg-type]
         )
-        return projected.each(lambda values: values[layout.mask])
+        projected = projected.each(lambda values: values[layout.mask])
+        return projected, projected.new_log_probs
 
     def _read(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states of the tokens [n, D], and the weights of this forward pass, in one precision."""

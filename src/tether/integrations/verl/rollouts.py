@@ -1,0 +1,216 @@
+"""verl's agent loops, keeping what the engine reports of each token beside the tokens.
+
+verl moves tokens of partial answers and of several turns through lists, and drops whatever else an engine
+says. Here each answer of the engine is noted as it arrives; when a trajectory is done, its answers are found
+again in its tokens: each begins where its prompt ended. Tokens of tools and templates belong to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from pydantic import PrivateAttr
+from torch import Tensor
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.workers.rollout.replica import TokenOutput
+
+from tether.errors import ConfigError
+from tether.integrations.verl.sampler_fields import Turn, pack
+from tether.integrations.verl_switch import SAMPLER_SWITCH, TOP_K
+
+_turns: ContextVar[list[Turn] | None] = ContextVar("troll_turns", default=None)
+
+
+class RecordingClient:
+    """verl's client of rollout servers, noting the answers of the trajectory that asks."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is verl's."""
+        return getattr(self._inner, name)
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """As verl's: interrupted answers already put together, with the records of each part."""
+        truncated = truncates(sampling_params)
+        output: TokenOutput = await self._inner.generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+        )
+        turns = _turns.get()
+        if turns is not None:
+            log_probs = list(output.log_probs or [])
+            turns.append(Turn(list(prompt_ids), list(output.token_ids), log_probs, truncated))
+        return output
+
+
+class RecordedOutput(AgentLoopOutput):
+    """A trajectory that also becomes fields of the batch."""
+
+    _records: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, output: AgentLoopOutput, records: dict[str, Tensor]) -> RecordedOutput:
+        """The same trajectory, with records."""
+        made = cls.model_construct(output.model_fields_set, **dict(output))
+        made._records = records
+        return made
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields of the batch."""
+        return {**super().as_dict(), **self._records}
+
+
+@dataclass(frozen=True)
+class TrainerSteps:
+    """How the trainer's updates follow from the version of the weights, which verl counts in its steps."""
+
+    calls_a_version: int
+    """Of update_actor between two transfers of weights."""
+    without: int
+    """First versions that nothing was updated for (`trainer.critic_warmup`)."""
+    updates_a_call: int
+    """Optimizer steps."""
+
+    @classmethod
+    def read(cls, config: Any) -> TrainerSteps:
+        """From verl's whole configuration.
+
+        Example:
+            >>> from omegaconf import OmegaConf
+            >>> actor = {"ppo_mini_batch_size": 16, "ppo_epochs": 2}
+            >>> trainer = {"critic_warmup": 0, "v1": {"trainer_mode": "sync", "sync": {}}}
+            >>> data = {"train_batch_size": 64}
+            >>> config = {"trainer": trainer, "actor_rollout_ref": {"actor": actor}, "data": data}
+            >>> TrainerSteps.read(OmegaConf.create(config))
+            TrainerSteps(calls_a_version=1, without=0, updates_a_call=8)
+        """
+        mode = config.trainer.v1.trainer_mode
+        calls = int((config.trainer.v1.get(mode) or {}).get("parameter_sync_step", 1))
+        actor = config.actor_rollout_ref.actor
+        batch = int(config.data.train_batch_size) // calls
+        updates = max(1, batch // int(actor.ppo_mini_batch_size)) * int(actor.ppo_epochs)
+        return cls(calls, max(0, int(config.trainer.critic_warmup) - 1), updates)
+
+    def calls(self, version: int) -> int:
+        """Of update_actor that lie behind a version."""
+        return max(0, version - self.without) * self.calls_a_version
+
+
+# What verl's worker is before Ray makes an actor of it, from which nothing can be derived.
+_Worker: Any = AgentLoopWorkerTQ.__ray_actor_class__
+
+
+class SamplerAgentLoopWorker(_Worker):
+    """verl's agent-loop worker; its trajectories carry the sampler's records to the trainer."""
+
+    llm_client: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.llm_client = RecordingClient(self.llm_client)
+        self._steps = TrainerSteps.read(self.config)
+
+    async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
+        token = _turns.set([])
+        try:
+            return await super()._run_agent_loop(*args, **kwargs)
+        finally:
+            _turns.reset(token)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        if validate:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        whole = isinstance(output, list)
+        recorded = [self._recorded(one) for one in (output if whole else [output])]
+        return await super()._agent_loop_postprocess(recorded if whole else recorded[0], validate, **kwargs)
+
+    def _recorded(self, output: AgentLoopOutput) -> RecordedOutput:
+        records = pack(
+            _turns.get() or [],
+            output.prompt_ids,
+            output.response_ids,
+            output.response_mask,
+            calls_of=self._steps.calls,
+            updates=self._steps.updates_a_call,
+        )
+        return RecordedOutput.of(output, records)
+
+
+class SamplerAgentLoopManager(AgentLoopManagerTQ):
+    """`rollout.agent.agent_loop_manager_class` for the region around the sampler.
+
+    Raises:
+        ConfigError: a configuration under which what is reported would not be what is bounded.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_configuration(config)
+        super().__init__(config, *args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(SamplerAgentLoopWorker)
+
+
+def truncates(sampling_params: Mapping[str, Any]) -> bool:
+    """Whether sampling keeps a set of ids.
+
+    Example:
+        >>> truncates({"top_k": -1, "top_p": 1.0}), truncates({"top_k": 8}), truncates({"min_p": 0.1})
+        (False, True, True)
+    """
+    top_p, top_k, min_p = (sampling_params.get(name) for name in ("top_p", "top_k", "min_p"))
+    return (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0) or bool(min_p)
+
+
+def reported_ids(rollout: Any) -> int | None:
+    """How many ids a server is to report of each token; None if it is not asked."""
+    asked = (rollout.get("custom") or {}).get(TOP_K)
+    return None if asked is None else int(asked)
+
+
+def refuse_configuration(config: Any) -> None:
+    """See `SamplerAgentLoopManager`."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    if actor.policy_loss.get("troll_anchor") != "sampler":
+        raise ConfigError(
+            "agent_loop_manager_class records the sampler, and policy_loss.troll_anchor is "
+            f"{actor.policy_loss.get('troll_anchor')!r}. Use {SAMPLER_SWITCH}, which sets both."
+        )
+    if not (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
+        raise ConfigError(
+            "policy_loss.troll_anchor=sampler needs no scoring pass, which verl makes unless "
+            "algorithm.rollout_correction.bypass_mode=True. Set it."
+        )
+    if not rollout.calculate_log_probs:
+        raise ConfigError(
+            "policy_loss.troll_anchor=sampler needs log-probabilities of the engine. Set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True."
+        )
+    asked = reported_ids(rollout)
+    if asked is None or asked < 1:
+        raise ConfigError(
+            "The rollout servers are not told how many ids to report. Set "
+            f"+actor_rollout_ref.rollout.custom.{TOP_K}=64, or use {SAMPLER_SWITCH}."
+        )
+    if rollout.top_k is not None and rollout.top_k > asked:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.top_k={rollout.top_k} keeps more ids than the {asked} that are "
+            f"reported. Set actor_rollout_ref.actor.policy_loss.troll_top_k={rollout.top_k}."
+        )
+    if rollout.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.logprobs_mode={rollout.logprobs_mode} reports another distribution "
+            "than was sampled from. Set it to processed_logprobs."
+        )
+    if rollout.disaggregation.enabled:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.disaggregation.enabled=True has servers of its own, which report "
+            "nothing. Set it to False, or policy_loss.troll_anchor=trainer."
+        )

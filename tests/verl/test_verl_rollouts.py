@@ -1,0 +1,243 @@
+"""What an engine reports finds its way through verl's clients and agent loops to the tokens it is of."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.sampler_reports import Reported
+from tether.integrations.verl import rollouts, sampler_fields
+from tether.integrations.verl.rollouts import RecordingClient, SamplerAgentLoopWorker, TrainerSteps
+from tether.integrations.verl.vllm_reports import report
+
+VOCABULARY = 10
+
+
+def _rows(tokens: list[int], version: int) -> tuple[list[list[int]], list[list[float | None]]]:
+    """Two ids of each token, with numbers that tell token and version."""
+    ids = [[token, (token + 1) % VOCABULARY] for token in tokens]
+    return ids, [[-0.1 * version - 0.01 * token, -3.0 - 0.01 * token] for token in tokens]
+
+
+class _Engine:
+    """A server that answers from a script of (tokens, version, stop reason)."""
+
+    def __init__(self, script: list[tuple[list[int], int, str]]) -> None:
+        self.script = script
+        self.asked: list[list[int]] = []
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        self.asked.append(list(prompt_ids))
+        tokens, version, reason = self.script.pop(0)
+        answer = TokenOutput(token_ids=tokens, stop_reason=reason, extra_fields={"global_steps": version})
+        if tokens:
+            report(answer, *_rows(tokens, version), version=version)
+        return pickle.loads(pickle.dumps(answer))  # noqa: S301  (as Ray hands it over)
+
+
+class _Client(FullyAsyncLLMServerClient):
+    """verl's client, which goes on where an answer was interrupted; one server, no load balancer."""
+
+    def __init__(self, engine: _Engine) -> None:
+        super().__init__(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "cpu"}}}))
+        self._engine = engine
+
+    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
+        return "one", self._engine
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _impatient() -> Any:
+    """verl waits a second before it goes on with an answer."""
+    with patch("verl.workers.rollout.llm_server.asyncio.sleep", lambda _: asyncio.tasks.sleep(0)):
+        yield
+
+
+def _worker(client: Any) -> Any:
+    worker = object.__new__(SamplerAgentLoopWorker)
+    worker.llm_client = RecordingClient(client)
+    worker._steps = TrainerSteps(calls_a_version=2, without=0, updates_a_call=4)
+    return worker
+
+
+def _batch_of(output: Any) -> dict[str, torch.Tensor]:
+    """As the worker writes it, and one sequence's fields as the engine gets them."""
+    fields = {**output.as_dict(), "old_log_probs": output.as_dict()["rollout_log_probs"]}
+    whole = list_of_dict_to_tensordict([fields, {**fields, **_longer(fields)}])
+    return {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+
+
+def _longer(fields: dict[str, Any]) -> dict[str, Any]:
+    """A second sequence of another length, so that verl makes jagged tensors."""
+    names = ("responses", "response_mask", "old_log_probs", *sampler_fields.FIELDS[:-1])
+    return {name: torch.cat((fields[name], fields[name])) for name in names}
+
+
+def _run(worker: Any, turns: Any) -> Any:
+    """A trajectory as verl's worker runs one, with `turns` as the agent loop."""
+    kept = []
+
+    async def agent_loop(self: Any, sampling_params: dict[str, Any], *_: Any, **__: Any) -> None:
+        await self._agent_loop_postprocess(await turns(self.llm_client, sampling_params), False, uid="a")
+
+    async def keep(self: Any, output: Any, validate: bool, **_: Any) -> None:
+        kept.append(output)
+
+    base = AgentLoopWorkerTQ.__ray_actor_class__
+    with (
+        patch.object(base, "_run_agent_loop", agent_loop),
+        patch.object(base, "_agent_loop_postprocess", keep),
+    ):
+        asyncio.run(worker._run_agent_loop({"top_p": 1.0, "top_k": -1, "temperature": 1.0, "logprobs": True}))
+    return kept[0]
+
+
+async def _ask(client: Any, prompt: list[int], params: dict[str, Any]) -> TokenOutput:
+    answer: TokenOutput = await client.generate("r", prompt_ids=prompt, sampling_params=params)
+    return answer
+
+
+def test_interrupted_answers_and_turns_keep_their_records_and_versions() -> None:
+    """Two parts of one answer under two versions, a tool's tokens, and a second answer under a third."""
+    engine = _Engine(
+        [([5, 6], 1, "aborted"), ([], 1, "aborted"), ([7], 2, "completed"), ([2], 3, "completed")]
+    )
+
+    async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
+        first = await _ask(client, [8, 9], params)
+        sequence = [8, 9, *first.token_ids, 0, 0]
+        second = await _ask(client, sequence, {**params, "top_p": 0.9})
+        responses = [*first.token_ids, 0, 0, *second.token_ids]
+        numbers = [*first.log_probs, 0.0, 0.0, *second.log_probs]
+        return AgentLoopOutput(prompt_ids=[8, 9], response_ids=responses, response_mask=[1, 1, 1, 0, 0, 1],
+                               response_logprobs=numbers, metrics={}, extra_fields={})  # fmt: skip
+
+    output = _run(_worker(_Client(engine)), turns)
+    assert engine.asked == [[8, 9], [8, 9, 5, 6], [8, 9, 5, 6], [8, 9, 5, 6, 7, 0, 0]]
+    fields = output.as_dict()
+    assert fields["troll_sampler_count"].tolist() == [2, 2, 2, 0, 0, -2]
+    assert fields["troll_sampler_calls"].tolist() == [2, 2, 4, -1, -1, 6]
+    assert fields["troll_sampler_ids"].tolist() == [5, 6, 6, 7, 7, 8, 2, 3]
+    with pytest.raises(
+        InvalidInputError, match=r"position 5: the reported probabilities sum to 0\.\d+, but trunc"
+    ):
+        sampler_fields.unpack(_batch_of(output), VOCABULARY, None)
+    fields["troll_sampler_count"].abs_()
+    output._records["troll_sampler_count"].abs_()
+    batch = _batch_of(output)
+    assert sampler_fields.lags(batch, calls=7, updates=3, by_sequence=False)[0].tolist()[:6] == [
+        23,
+        23,
+        15,
+        0,
+        0,
+        7,
+    ]
+    assert sampler_fields.lags(batch, calls=7, updates=3, by_sequence=True)[0].tolist()[:6] == [23] * 6
+    policy = sampler_fields.unpack(batch, VOCABULARY, None)[:4]
+    assert policy.sampled_ids.tolist() == [5, 6, 7, 2]
+    told = torch.tensor(
+        [_rows([token], version)[1][0] for token, version in ((5, 1), (6, 1), (7, 2), (2, 3))]
+    )
+    torch.testing.assert_close(policy.support.log_probs, told)
+    torch.testing.assert_close(policy.support.log_tail, (1 - told.exp().sum(-1)).log(), atol=1e-6, rtol=0)
+
+
+def test_tokens_an_agent_loop_changed_have_no_record() -> None:
+    """One that was cut off and one that was rewritten; an answer that is not part of the trajectory."""
+    engine = _Engine([([5, 6, 7], 1, "completed"), ([4], 1, "completed")])
+
+    async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
+        answer = await _ask(client, [8, 9], params)
+        await _ask(client, [1, 2, 3], params)
+        numbers = answer.log_probs[:2]
+        return AgentLoopOutput(prompt_ids=[8, 9], response_ids=[5, 0], response_mask=[1, 1],
+                               response_logprobs=numbers, metrics={}, extra_fields={})  # fmt: skip
+
+    output = _run(_worker(_Client(engine)), turns)
+    assert output.as_dict()["troll_sampler_count"].tolist() == [2, 0]
+
+
+def test_trajectories_at_once_do_not_mix() -> None:
+    """verl's worker runs many in one process."""
+
+    async def both() -> list[int]:
+        async def one(start: int) -> int:
+            rollouts._turns.set([])
+            client = RecordingClient(_Client(_Engine([([start], 1, "aborted"), ([start], 1, "completed")])))
+            await _ask(client, [start], {})
+            turns = rollouts._turns.get()
+            assert turns is not None
+            return sum(turn.token_ids.count(start) for turn in turns)
+
+        return list(await asyncio.gather(one(3), one(4)))
+
+    assert asyncio.run(both()) == [2, 2]
+
+
+def test_validation_carries_nothing_more() -> None:
+    output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={})
+    kept = []
+
+    async def keep(self: Any, output: Any, validate: bool, **_: Any) -> None:
+        kept.append(output)
+
+    with patch.object(AgentLoopWorkerTQ.__ray_actor_class__, "_agent_loop_postprocess", keep):
+        asyncio.run(_worker(None)._agent_loop_postprocess(output, True))
+        asyncio.run(_worker(None)._agent_loop_postprocess([output, output], False))
+    assert kept[0] is output
+    assert [one.as_dict()["troll_sampler_count"].tolist() for one in kept[1]] == [[0], [0]]
+
+
+def test_a_record_travels_between_processes() -> None:
+    values = report(TokenOutput(token_ids=[1, 2]), *_rows([1, 2], 3), version=3).log_probs
+    again = pickle.loads(pickle.dumps(values))  # noqa: S301
+    assert again == values
+    assert all(isinstance(value, Reported) for value in again)
+    assert again[0].block is again[1].block
+    assert again[0].block.ids.tolist() == [[1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["actor_rollout_ref.actor.policy_loss.troll_anchor=trainer"], "troll_anchor is 'trainer'"),
+        (["algorithm.rollout_correction.bypass_mode=False"], r"bypass_mode=True\. Set it"),
+        (["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs=True"),
+        (["actor_rollout_ref.rollout.custom.troll_top_k=0"], "not told how many ids to report"),
+        (["actor_rollout_ref.rollout.top_k=100"], r"keeps more ids than the 64.*troll_top_k=100"),
+        (["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"], "Set it to processed_logprobs"),
+        (
+            ["actor_rollout_ref.rollout.disaggregation.enabled=True"],
+            "servers of its own, which report nothing",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_its_remedy(
+    changes: list[str], message: str
+) -> None:
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        good = compose("ppo_trainer", ["+tether=troll_sampler"])
+        config = compose("ppo_trainer", ["+tether=troll_sampler", *changes])
+    rollouts.refuse_configuration(good)
+    with pytest.raises(ConfigError, match=message):
+        rollouts.refuse_configuration(config)
