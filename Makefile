@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-# verl cannot share an environment with TRL 1.16, and needs Python 3.11 or 3.12.
+# verl cannot share an environment with TRL, and needs Python 3.11 or 3.12.
 VERL_VENV := .venv-verl
 VERL_BIN  := $(VERL_VENV)/bin
 VERL_PYTEST := OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest -o addopts="--doctest-modules --strict-markers --timeout=600 --ignore=src/tether/integrations/verl/megatron.py"
@@ -76,6 +76,21 @@ $(VLLM_VENV)/.test: pyproject.toml
 test-vllm: $(VLLM_VENV)/.test  ## the TRL plug-in with a real vLLM on the CPU, in an environment of its own (minutes)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
 
+# Both evaluations in one environment, so that neither has another torch or transformers.
+LM_EVAL_VENV := .venv-lm-eval
+LM_EVAL_BIN  := $(LM_EVAL_VENV)/bin
+
+$(LM_EVAL_VENV)/.test: pyproject.toml constraints.txt
+	@echo "Installing lm-evaluation-harness beside Tether into $(LM_EVAL_VENV) (once) ..."
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  "lm-eval==0.4.13" --editable ".[llm]"
+	@touch $@
+
+.PHONY: lm-eval-agreement
+lm-eval-agreement: $(LM_EVAL_VENV)/.test models/smollm2-135m-instruct  ## tether llm eval beside lm-evaluation-harness: DATA=folder of GSM8K
+	$(LM_EVAL_BIN)/python benchmarks/lm_eval_agreement.py --data $(DATA)
+
 # One thread a process: two processes share the cores.
 test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
@@ -85,6 +100,11 @@ test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environme
 
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
 	$(VERL_PYTEST) -m slow tests/verl
+
+# Each environment is of its own; names after ENVIRONMENTS= choose some of tests/matrix.py.
+.PHONY: test-matrix
+test-matrix:  ## the plug-ins over the oldest and newest versions people have, table in docs/versions.md (minutes each)
+	$(PYTHON) tests/matrix.py $(ENVIRONMENTS)
 
 test-portable: $(VENV)/.test  ## numeric tests under every arithmetic of this processor (20 minutes on two cores)
 	$(BIN)/python tests/portable.py
@@ -142,6 +162,18 @@ picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
 STUDIES := $(patsubst %,study-%,search a b c d e f g h i l)
+# One whose grids are numbered in the order of what they say: MINUTES=30 makes half an hour of them all.
+.PHONY: study-j
+study-j: $(VENV)/.train
+	@set -e; end=$$(( $$(date +%s) + 60 * $(or $(MINUTES),10000) )); \
+	for grid in $(sort $(wildcard benchmarks/studies/j-*.yaml)); do \
+		left=$$(( (end - $$(date +%s)) / 60 )); \
+		if [ $$left -lt 1 ]; then echo "== $$grid: the time was up before it"; continue; fi; \
+		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
+	done
+	table=benchmarks/results/studies/j.csv; \
+	parts=$$(grep -oE ',j-(1-first-family|5-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 
@@ -166,4 +198,4 @@ test-models: $(VENV)/.test  ## SmolLM2 and Gemma 3 from the package registry, a 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/llm/test_smollm2.py tests/llm/test_gemma3_recipe.py
 
 clean:  ## remove the environment and caches (never the runs)
-	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) $(LM_EVAL_VENV) .venv-matrix-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,19 +1,21 @@
-"""Figures of the studies' kept runs, with intervals over seeds: success by updates a batch, or over training.
+"""Figures of the studies' kept runs, with intervals over seeds: success by the data's age, or over training.
 
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b.csv/{b,b-curve,b-tuned} \\
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
+    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/j.csv --by-lag
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f.csv --over-training
 
 The first writes success-by-updates.png, a panel for each learning rate and task; the second
-over-training.png, with success, entropy and KL of each. Both with a dark sibling, beside the runs or where
---output says.
+success-by-lag.png; the third over-training.png, with success, entropy and KL of each. All with a dark
+sibling, beside the runs or where --output says.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tether.llm.config import TrainConfig
 from tether.llm.methods import find_method
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
-_BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm")
+_BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm", "sampler_weight")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:
@@ -55,10 +57,31 @@ def _task(run: RunData) -> str:
     return str(run.config.settings.get("task", "?"))
 
 
-def final_by_updates(runs: Sequence[RunData]) -> dict[str, list[Curve]]:
-    """Method -> a curve for each seed: the last sampled success over updates a batch.
+@dataclass(frozen=True)
+class Age:
+    """How a figure measures how old data are."""
 
-    Only seeds that a method has at every staleness are drawn, so that a mean is one of the same seeds.
+    name: str
+    """Of its file."""
+    axis: str
+    of: Callable[[dict[str, Any]], int]
+    """From a run's settings; data are fresh at 1."""
+
+
+UPDATES = Age(
+    "updates", "updates on each batch of responses", lambda settings: settings["updates_per_rollout"]
+)
+LAG = Age(
+    "lag",
+    "updates since the responses were sampled",
+    lambda settings: settings["lag"] or settings["updates_per_rollout"] - 1,
+)
+
+
+def final_by(age: Age, runs: Sequence[RunData]) -> dict[str, list[Curve]]:
+    """Method -> a curve for each seed: the last sampled success over the age of the data.
+
+    Only seeds that a method has at every age are drawn, so that a mean is one of the same seeds.
 
     Raises:
         ConfigError: two runs of a method, staleness and seed, which differ in something else.
@@ -68,14 +91,14 @@ def final_by_updates(runs: Sequence[RunData]) -> dict[str, list[Curve]]:
     for run in runs:
         curve = run.eval_curve("success")
         if curve is not None:
-            method, updates = labels[run.path], run.config.settings["updates_per_rollout"]
+            method, place = labels[run.path], age.of(run.config.settings)
             values = found.setdefault(method, {}).setdefault(run.config.seed, {})
-            if updates in values:
+            if place in values:
                 raise ConfigError(
-                    f"There are two runs of {method} with {updates} updates and seed "
+                    f"There are two runs of {method} with {place} {age.axis} and seed "
                     f"{run.config.seed}, such as {run.path}. Name --learning-rates, or fewer folders."
                 )
-            values[updates] = float(curve.y[-1])
+            values[place] = float(curve.y[-1])
     curves: dict[str, list[Curve]] = {}
     for method, seeds in found.items():
         places = sorted(set().union(*seeds.values()))
@@ -149,13 +172,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--over-training", action="store_true", help="success, entropy and KL over batches instead"
     )
+    parser.add_argument(
+        "--by-lag", action="store_true", help="over the lag of the sampler instead of updates a batch"
+    )
     parser.add_argument("--output", type=Path, help="where the pictures go; beside the runs if not given")
     options = parser.parse_args(arguments)
-    panels_of = _training_panels if options.over_training else _staleness_panels
+    age = LAG if options.by_lag else UPDATES
+    panels_of = _training_panels if options.over_training else partial(_staleness_panels, age)
     groups = parts(load_runs(options.runs, KINDS), options.learning_rates)
     panels = [panel for title, runs in groups.items() for panel in panels_of(title, runs)]
     panels = _chosen(panels, options.methods)
-    name = "over-training" if options.over_training else "success-by-updates"
+    name = "over-training" if options.over_training else f"success-by-{age.name}"
     table = table_and_part(options.runs[0])
     folder = options.output or (options.runs[0] if table is None else table[0].parent)
     for theme, suffix in (("light", ""), ("dark", "-dark")):
@@ -169,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(path)
 
 
-def _staleness_panels(title: str, runs: Sequence[RunData]) -> list[Panel]:
+def _staleness_panels(age: Age, title: str, runs: Sequence[RunData]) -> list[Panel]:
     return [
         Panel(
             title[:1].upper() + title[1:] or "Success after training",
-            final_by_updates(runs),
-            x_label="updates on each batch of responses",
+            final_by(age, runs),
+            x_label=age.axis,
             y_label="held-out success after training",
             percent=True,
             markers=True,

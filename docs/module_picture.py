@@ -41,18 +41,19 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "motion and networks: prodmp, policy, critic": (
             *("episodic.prodmp", "episodic.policy", "episodic.critic", "episodic.networks"),
-            *("episodic.statistics", "episodic.segments"),
+            *("episodic.statistics", "episodic.segments", "episodic.plans", "episodic.via_points"),
         ),
         "an environment: envs, adapters, sampler": (
             *("episodic.env*", "episodic.adapters", "episodic.controllers", "episodic.sampler"),
             *("episodic.workers", "episodic.episodes"),
         ),
-        "training a motion: train, commands, render": ("episodic*",),
+        "training a motion: train, commands, export": ("episodic*",),
     },
     "integrations": {
         "TRL: trl_trainer first": (
             *("integrations.trl*", "integrations.*_head", "integrations.packing"),
             *("integrations.sampler_check", "integrations.lag_metrics", "integrations.vllm*"),
+            "integrations.seams",
         ),
         "verl": ("integrations.verl*",),
         "another engine: logits_hooks": ("integrations*",),

@@ -45,6 +45,13 @@ STUDIES = {
     "h-second-family-longer": "(h) The second family on the longer task, learning rate 1e-4",
     "h-second-family-rivals": "(h) The same, more rivals, 64 updates a batch",
     "h-second-family-tokens": "(h) The second family, eight times the responses, 64 updates a batch",
+    "j-1-first-family": "(j) Data 64 updates old, learning rate 1e-4",
+    "j-2-second-family": "(j) The same, second family",
+    "j-5-lag-16": "(j) The same, data 16 updates old",
+    "j-5-lag-04": "(j) The same, data 4 updates old",
+    "j-5-lag-01": "(j) The same, data at most an update old",
+    "j-6-lower-rate": "(j) Data 64 updates old, learning rate 3e-5",
+    "j-7-engine": "(j) Data 16 updates old from a sampler in bfloat16, whole and truncated",
     "l-step-back": "(l) A bound on the network, learning rate 3e-4, validation problems",
     "l-step-back-second-family": "(l) The same on the second family, test problems",
     "l-step-back-longer": "(l) The same on the longer task, learning rate 1e-4, test problems",
@@ -55,10 +62,14 @@ STUDIES = {
     "search-64": "The same settings at 64 updates a batch, learning rate 3e-4, validation problems",
     "search-longer": "Settings on the longer task, 64 updates a batch, validation problems",
     "g-optimizer-search": "SGD's learning rates, validation problems",
+    "j-3-search": "Settings for data 64 updates old, validation problems",
+    "j-4-search-others": "The same for the other methods, validation problems",
 }
 
 # One or two seeds a setting: for choosing, not for a method's own page.
-_SEARCHES = ("search", "search-64", "search-longer", "g-optimizer-search")
+_SEARCHES = (
+    "search", "search-64", "search-longer", "g-optimizer-search", "j-3-search", "j-4-search-others",
+)  # fmt: skip
 
 _LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
 _NOTE = (

@@ -112,13 +112,13 @@ def _installed(name: str) -> bool:
 #: Folders of tests, and what those in them need; "" is all of them.
 NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "": (open_files, disk, loopback, shared_memory),
-    "tests/projection": (packages("dev"),),
-    "tests/ops": (packages("dev"),),
-    "tests/losses": (packages("dev"),),
-    "tests/experiments": (packages("cli", "dev"),),
-    "tests/integrations": (packages("cli", "llm", "dev"),),
-    "tests/llm": (packages("cli", "llm", "dev"), sandbox),
-    "tests/episodic": (packages("cli", "episodic", "dev"), opengl),
+    "tests/projection": (packages("test"),),
+    "tests/ops": (packages("test"),),
+    "tests/losses": (packages("test"),),
+    "tests/experiments": (packages("cli", "test"),),
+    "tests/integrations": (packages("cli", "llm", "test"),),
+    "tests/llm": (packages("cli", "llm", "test", "dev"), sandbox),
+    "tests/episodic": (packages("cli", "episodic", "test", "dev"), opengl),
 }
 
 

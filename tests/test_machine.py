@@ -41,11 +41,11 @@ def test_only_what_the_asked_tests_need_is_tried(monkeypatch: pytest.MonkeyPatch
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_installed", lambda name: name not in ("cvxpy", "scipy"))
-    message = machine.packages("dev")()
+    message = machine.packages("test", "dev")()
     assert message is not None
     assert message.startswith("Not installed: cvxpy, scipy. pip install")
     monkeypatch.undo()
-    assert machine.packages("dev")() is None
+    assert machine.packages("test", "dev")() is None
 
 
 @pytest.mark.parametrize("check", [machine.open_files, machine.disk, machine.loopback, machine.shared_memory])

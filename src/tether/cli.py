@@ -35,6 +35,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether episodic train        learn a robot's motion; alone, the three-minute demo
   tether episodic eval RUN     measure a learned motion
   tether episodic render RUN   film it beside the untrained one
+  tether episodic export RUN   observation to motion as torch and ONNX files, motions as CSV
   tether episodic compare      train several algorithms and seeds, with a report
   tether report RUN ...        one HTML report of any runs
   tether collect FOLDER ...    the numbers of finished runs as one table (CSV)
@@ -202,6 +203,11 @@ def _episodic_render(arguments: list[str]) -> None:
     print(f"Film: {_episodic('commands').film_run(config).resolve().as_uri()}")
 
 
+def _episodic_export(arguments: list[str]) -> None:
+    config = _parse(_episodic("options").ExportConfig, "tether episodic export", _run_first(arguments))
+    print(f"Written and compared with the run: {_episodic('export').export_run(config).resolve().as_uri()}")
+
+
 def _episodic_compare(arguments: list[str]) -> None:
     config = _parse(_episodic("options").CompareConfig, "tether episodic compare", arguments)
     if config.queue is not None:
@@ -317,6 +323,7 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "episodic train": _episodic_train,
     "episodic eval": _episodic_eval,
     "episodic render": _episodic_render,
+    "episodic export": _episodic_export,
     "episodic compare": _episodic_compare,
     "report": _report,
     "collect": _collect,

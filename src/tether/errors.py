@@ -48,8 +48,16 @@ class SimulationError(TetherError, RuntimeError):
     """A simulator or one of its worker processes failed or returned something impossible."""
 
 
+class MotionLimitError(TetherError, ValueError):
+    """A motion that a robot's limits forbid; says which joint, and what would mend it."""
+
+
 class StaleSamplerError(TetherError, RuntimeError):
     """A sampler does not have the weights it was given: its log-probabilities are those of others."""
+
+
+class EngineError(TetherError, RuntimeError):
+    """An inference engine, or the process that talks to it, is gone, stuck or cannot do what it is asked."""
 
 
 class SandboxError(TetherError, RuntimeError):

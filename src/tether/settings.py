@@ -182,6 +182,14 @@ def check_kl_stop(kl_stop: float | None) -> None:
         raise ConfigError(f"kl_stop must be a positive number, got {kl_stop!r}.")
 
 
+def check_step_scale(largest: float | None) -> None:
+    """Refuse a largest weight of a response that is not a positive number; None is no scaling."""
+    if largest is not None and not largest > 0:
+        raise ConfigError(
+            f"step_scale is the largest weight of a response, a positive number such as 2; got {largest!r}."
+        )
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse a word that is none of those allowed."""
     _check_type(name, value, str, f'text, such as "{allowed[0]}"')

@@ -36,7 +36,7 @@ def study(tmp_path: Path) -> Path:
 
 def test_seeds_that_lack_a_point_are_left_out(study: Path) -> None:
     [runs] = study_figure.parts(load_runs([study], KINDS), [3e-4]).values()
-    curves = study_figure.final_by_updates(runs)
+    curves = study_figure.final_by(study_figure.UPDATES, runs)
     assert list(curves) == ["TROLL"]
     [curve] = curves["TROLL"]
     assert curve.x.tolist() == [1, 8]
@@ -84,8 +84,21 @@ def test_settings_in_which_runs_of_a_method_differ_are_named(tmp_path: Path) -> 
             tmp_path / str(number), kind="llm", label="x", seed=0, settings=everything
         ) as run:
             run.log_eval(1, success=0.5)
-    drawn = study_figure.final_by_updates(load_runs([tmp_path], KINDS))
+    drawn = study_figure.final_by(study_figure.UPDATES, load_runs([tmp_path], KINDS))
     assert sorted(drawn) == ["TROLL", "TROLL kl_stop=0.1", "clip", "trm"]
+
+
+def test_the_age_of_data_is_its_lag_and_without_one_the_updates_before_the_last(tmp_path: Path) -> None:
+    for lag, updates in ((0, 2), (4, 4), (64, 8)):
+        settings = {"trust_region": "clip", "updates_per_rollout": updates, "lag": lag, "learning_rate": 1e-4}
+        with RunFolder.create(tmp_path / str(lag), kind="llm", label="x", seed=0, settings=settings) as run:
+            run.log_eval(1, success=lag / 100)
+            run.mark_finished()
+    [curve] = study_figure.final_by(study_figure.LAG, load_runs([tmp_path], KINDS))["clip"]
+    assert curve.x.tolist() == [1, 4, 64]
+    assert curve.y.tolist() == [0, 0.04, 0.64]
+    study_figure.main([str(tmp_path), "--by-lag"])
+    assert (tmp_path / "success-by-lag-dark.png").is_file()
 
 
 def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) -> None:
@@ -102,7 +115,9 @@ def test_a_method_without_runs_is_named(study: Path) -> None:
 
 
 def test_runs_that_differ_in_something_else_are_not_mixed(study: Path) -> None:
-    with pytest.raises(ConfigError, match="two runs of TROLL with 1 updates and seed 0"):
+    with pytest.raises(
+        ConfigError, match="two runs of TROLL with 1 updates on each batch of responses and seed 0"
+    ):
         study_figure.main([str(study)])
 
 
@@ -134,11 +149,11 @@ def test_a_grid_of_a_table_is_drawn_like_its_folder(study: Path, tmp_path: Path)
     table = StudyTable(tmp_path / "s.csv", KINDS)
     table.add("grid", load_runs([study], KINDS))
     table.add("other", load_runs([study], KINDS))
-    drawn = study_figure.final_by_updates(
-        study_figure.parts(load_runs([study], KINDS), [3e-4])["learning rate 0.0003"]
+    drawn = study_figure.final_by(
+        study_figure.UPDATES, study_figure.parts(load_runs([study], KINDS), [3e-4])["learning rate 0.0003"]
     )
     kept = study_figure.parts(load_runs([table.path / "grid"], KINDS), [3e-4])["learning rate 0.0003"]
-    assert [curve.y.tolist() for curve in study_figure.final_by_updates(kept)["TROLL"]] == [
+    assert [curve.y.tolist() for curve in study_figure.final_by(study_figure.UPDATES, kept)["TROLL"]] == [
         curve.y.tolist() for curve in drawn["TROLL"]
     ]
     study_figure.main([str(table.path / "grid"), "--learning-rates", "3e-4"])

@@ -255,19 +255,6 @@ def test_samples_are_kept_by_step_and_the_last_is_the_default(tmp_path: Path) ->
     assert reader.samples(7) == []
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with begin(tmp_path / "run", tensorboard=True) as run:
-        run.log(1, kl_mean=0.5)
-        run.log(2, kl_mean=0.25)
-        run.log_eval(2, success=1.0)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/kl_mean")] == [(1, 0.5), (2, 0.25)]
-    assert [(event.step, event.value) for event in events.Scalars("eval/success")] == [(2, 1.0)]
-
-
 # ---------------------------------------------------------------------- one writer, and kill -9
 
 WRITER = """

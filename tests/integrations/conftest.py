@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from courses import CourseRounding, nudge
 from datasets import Dataset
 from tiny_language_model import make_prompts, make_settings, make_tiny_model, make_tokenizer, reward_digits
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+# TRL's asynchronous trainer as ours stands on it came with 1.16; test_trl_seam.py has the refusal elsewhere.
+_FOLDED_ROWS = Path(trl.__file__).parent / "experimental" / "async_grpo" / "packing.py"
+collect_ignore_glob = [] if _FOLDED_ROWS.is_file() else ["*async*"]
 
 THREADS = torch.get_num_threads()  # as the tests began
 

@@ -21,7 +21,8 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
-from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+from trl_head import fuse_head
 
 from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.integrations.packing import add_packing
@@ -80,7 +81,7 @@ def make(family: str, dtype: torch.dtype | None = None, **settings: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(5)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    fuse_head(model)
     add_sparse_head(model, 1.0, maybe_gather_lm_head_ctx)
     add_packing(model)
     return model

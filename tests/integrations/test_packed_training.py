@@ -94,7 +94,17 @@ def test_troll_on_packed_sequences_is_troll_on_padded_ones(course: Callable[...,
     assert max(row.get("trust_region/kl_max", 0.0) for row in packed.state.log_history) > 1e-3
 
 
+@pytest.mark.parametrize("variant", ["exact", "bucket", "accumulation, truncated masked"])
+def test_troll_on_shared_beginnings_is_troll_on_padded_rows(course: Callable[..., Any], variant: str) -> None:
+    settings = {"troll_kl_bound": 0.01, **VARIANTS[variant]}
+    padded, padded_sizes = course(TROLLTrainer, TROLLConfig, **settings)
+    shared, shared_sizes = course(TROLLTrainer, TROLLConfig, troll_share_prefixes=True, **settings)
+    _assert_same_course(padded, shared)
+    assert sum(shared_sizes) < 0.7 * sum(padded_sizes), "nothing was shared, so this test compared nothing"
+
+
 PACKED = {"pack_sequences": True}
+SHARED = {"pack_sequences": "shared"}
 
 
 @pytest.mark.filterwarnings("ignore:Every batch of rollouts serves a single update")
@@ -106,11 +116,27 @@ def test_the_clip_too(course: Callable[..., Any], settings: dict[str, Any]) -> N
     assert sum(packed_sizes) < sum(padded_sizes)
 
 
-def test_rival_losses_too(course: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("packing", [PACKED, SHARED], ids=["packed", "shared"])
+def test_rival_losses_too(course: Callable[..., Any], packing: dict[str, Any]) -> None:
     arguments = {"policy_loss": "dppo", "loss_options": {"divergence": "top-k-kl"}}
     padded, _ = course(PolicyLossTrainer, GRPOConfig, trainer_arguments=arguments)
-    packed, _ = course(PolicyLossTrainer, GRPOConfig, trainer_arguments=arguments | PACKED)
+    packed, _ = course(PolicyLossTrainer, GRPOConfig, trainer_arguments=arguments | packing)
     _assert_same_course(padded, packed)
+
+
+def test_compact_rollouts_learn_and_cannot_be_had_with_reports(course: Callable[..., Any]) -> None:
+    trainer, _ = course(OldPolicyTrainer, GRPOConfig, trainer_arguments={"compact_rollouts": True})
+    logged = [row for row in trainer.state.log_history if "grad_norm" in row]
+    assert max(row["grad_norm"] for row in logged) > 1e-2
+    assert trainer.model.training
+    for refused, reason in (
+        ({"trainer_arguments": {"anchor": "sampler"}}, "reports of the sampler"),
+        ({"top_p": 0.9}, "sampling is truncated"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+    ):
+        arguments = {"compact_rollouts": True, **refused.pop("trainer_arguments", {})}
+        with pytest.raises(ConfigError, match=reason):
+            course(OldPolicyTrainer, GRPOConfig, trainer_arguments=arguments, **refused)
 
 
 def test_a_critic_too(course: Callable[..., Any]) -> None:

@@ -26,7 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+from trl_head import fuse_head, needs_fused_head
 
 from tether.integrations.sparse_head import add_sparse_head
 
@@ -65,7 +66,7 @@ def _build(family: str) -> Any:
 
 
 def _extended(model: Any, temperature: float = TEMPERATURE) -> Any:
-    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+    fuse_head(model, temperature)
     add_sparse_head(model, temperature, maybe_gather_lm_head_ctx)
     return model
 
@@ -93,6 +94,7 @@ def _dense(model: Any, inputs: dict[str, Tensor], temperature: float = TEMPERATU
     return (model(**inputs).logits[:, :-1].float() / temperature).log_softmax(-1)
 
 
+@needs_fused_head
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_entropy_and_gradients_are_those_of_trl_and_of_the_dense_logits(family: str) -> None:
     model = _extended(_build(family))
@@ -162,6 +164,7 @@ def test_given_support_is_evaluated_differentiably(family: str) -> None:
     torch.testing.assert_close(gradient, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
 
 
+@needs_fused_head
 @pytest.mark.parametrize("family", ["untied", "tied", "soft cap", "logit scale"])
 def test_bfloat16_weights_are_multiplied_in_float32(family: str) -> None:
     """Against a float32 product of the very bfloat16 numbers; TRL's own rounds each logit to bfloat16."""
@@ -202,6 +205,7 @@ def _mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
 
 
+@needs_fused_head
 @pytest.mark.parametrize("build", [FAMILIES["experts"], _mixtral], ids=["qwen3 moe", "mixtral"])
 def test_load_balancing_loss_of_experts_is_trls(build: Callable[[], Any]) -> None:
     torch.manual_seed(0)

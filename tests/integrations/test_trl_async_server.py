@@ -21,7 +21,8 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 )
 
 from tether.errors import ConfigError, InvalidInputError, TetherError
-from tether.integrations.trl_async_records import RecordingLoop, SamplerRecords, read_choice, record
+from tether.integrations.trl_async_records import SamplerRecords
+from tether.integrations.trl_async_worker import RecordingLoop, read_choice, record
 from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
 
 _CHOICE = {
@@ -107,8 +108,8 @@ def test_answers_without_records_are_refused(logprobs: dict[str, Any], message: 
 
 
 def test_trls_own_worker_is_told_to_record() -> None:
-    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={})
-    record(worker, 64)
+    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={}, start=None, check_health=None)
+    record(worker, 64, lambda: None)
     assert worker._loop_cls is RecordingLoop
     assert worker._loop_kwargs == {"report_top_k": 64}
 

@@ -131,3 +131,17 @@ def test_what_is_no_lag_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         _make(make_trainer, **wrong)
+
+
+def test_a_sampler_in_half_precision_is_another_policy_and_the_trainer_is_left_as_it_is(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = _make(make_trainer, lag=0, max_steps=3, trainer_arguments={"sampler_dtype": torch.bfloat16})
+    trainer.train()
+    assert {weights.dtype for _, weights in trainer.sampled} == {torch.bfloat16}
+    for version, weights in trainer.sampled:
+        assert torch.equal(weights, trainer.of_step[version].bfloat16())
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    rows = [log for log in trainer.state.log_history if "loss" in log]
+    # Every batch serves one update: but for the arithmetic, the network would be the policy that sampled.
+    assert all(row["trust_region/lag"] == 0 < 1e-9 < row["trust_region/kl_mean"] for row in rows)

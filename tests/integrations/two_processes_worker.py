@@ -32,7 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+from trl_head import fuse_head
 
 from tether.integrations.exact_head import OldTokens, take_snapshot
 from tether.integrations.packing import add_packing
@@ -163,7 +164,7 @@ def _batch(rank: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def _extended() -> Any:
     model = make_tiny_model().double()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    fuse_head(model)
     add_sparse_head(model, 1.0, maybe_gather_lm_head_ctx)
     add_packing(model)
     return model

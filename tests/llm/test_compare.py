@@ -124,8 +124,8 @@ def test_a_cell_that_cannot_be_trained_is_refused_before_any_is(tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-#: Studies of which docs/studies.md says that they have begun; make study-l goes on with them.
-BEGUN = ("l-",)
+#: Studies of which docs/studies.md says that they have begun; make study-j and study-l go on with them.
+BEGUN = ("j-", "l-")
 
 
 @pytest.mark.parametrize("study", sorted(STUDIES.rglob("*.yaml")), ids=lambda path: path.stem)
@@ -134,7 +134,8 @@ def test_every_study_is_a_grid_whose_cells_all_go_together(study: Path) -> None:
     made = cells(config)
     assert len({cell.train.output.name for cell in made}) == len(made)
     assert config.results is not None
-    if study.stem.startswith(("search", "g-")) or study.stem == "l-step-back":  # what wins is used elsewhere
+    if "search" in study.stem or study.stem.startswith("g-") or study.stem == "l-step-back":
+        # What wins is used elsewhere.
         assert {cell.train.eval_split for cell in made} == {"validation"}
         assert min(config.seeds) >= 100
     elif "cost" not in study.stem:
@@ -148,6 +149,6 @@ def test_every_run_of_every_study_is_kept_with_the_settings_its_grid_gives_it() 
         assert config.results is not None
         config = replace(config, results=STUDIES.parents[1] / config.results)
         kept = finished_runs(config)
-        assert kept.finished, study
         if not study.stem.startswith(BEGUN):
+            assert kept.finished, study
             assert kept.unfinished == 0, study

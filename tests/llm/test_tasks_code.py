@@ -61,13 +61,27 @@ def test_shipped_solutions_pass_and_doing_nothing_fails(task: CodeTask) -> None:
 
 def test_a_hundred_generated_solutions_agree_with_their_tests() -> None:
     """The generator's own outputs against its solutions' source, here run directly: we wrote both."""
-    for steps in (1, 3, 6):
+    for steps in (0, 1, 3, 6):
         for problem in CodeTask(steps=steps).problems("validation", limit=33):
             namespace: dict[str, Any] = {}
             exec(extract_code(problem.metadata["solution"])[1], namespace)
             for test in UnitTests.load(problem.answer).tests:
                 assert isinstance(test, CallTest)
                 assert test.accepts([Value(eval(test.calls[0], namespace))])  # noqa: S307
+
+
+def test_functions_of_one_line_share_no_problem_and_their_solutions_pass(task: CodeTask) -> None:
+    short = CodeTask(steps=0)
+    splits = {split: short.problems(split, limit=200) for split in get_args(Split)}
+    assert len({text(problem) for problems in splits.values() for problem in problems}) == 600
+    kinds = {text(problem).partition(" and returns")[0] for problem in splits["test"]}
+    assert len(kinds) == 4
+    problems = splits["train"][:12]
+    answers = [problem.answer for problem in problems]
+    solved = task.verify_many([problem.metadata["solution"] for problem in problems], answers)
+    assert [verdict.reward for verdict in solved] == [1.0] * 12
+    constant = task.verify_many([block("def solve(*given):\n    return 0")] * 12, answers)
+    assert [verdict.reward for verdict in constant] == [0.0] * 12
 
 
 # Judging.
@@ -225,7 +239,7 @@ def test_malformed_rows_say_what_is_wrong(row: dict[str, Any], message: str) -> 
 
 
 def test_senseless_settings_and_foreign_answers_are_refused(task: CodeTask) -> None:
-    for options in ({"steps": 0}, {"format_reward": 1.0}, {"unjudgeable": "ignore"}):
+    for options in ({"steps": -1}, {"steps": 7}, {"format_reward": 1.0}, {"unjudgeable": "ignore"}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             CodeTask(**options)  # type: ignore[arg-type]
     for answer in ("42", "{", json.dumps({"kind": "calls", "tests": [], "preamble": "", "entry": None})):

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tether.errors import ConfigError, DataError, InvalidInputError
-from tether.llm.tasks import ArithmeticTask, ChainedTask, Task, make_task
+from tether.llm.tasks import ArithmeticTask, ChainedTask, Task, WordProblemsTask, make_task
 from tether.llm.tasks.generated import draw_distinct
 from tether.llm.tasks.protocol import Problem, Split, split_of
 
@@ -162,6 +162,10 @@ def test_drawing_passes_over_repeats_and_other_splits() -> None:
         ("arithmetic", {"operations": "*"}, r"operations is '\*'"),
         ("arithmetic", {"terms": 3}, "Its options are: digits, operations"),
         ("chained", {"terms": 2}, "terms is 2"),
+        ("word_problems", {"steps": 3}, "steps is 3"),
+        ("word_problems", {"largest": 5}, "largest is 5"),
+        ("word_problems", {"operations": "+^"}, r"operations is '\+\^'"),
+        ("word_problems", {"operations": "/", "steps": 2}, "No story of steps=2"),
         ("chess", {}, "Known: aime, amc, arithmetic, chained"),
     ],
 )
@@ -179,3 +183,85 @@ def test_wrong_requests_are_refused(split: Split, limit: int) -> None:
 def test_bad_split_shares_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave some per cent"):
         split_of("key", validation_percent=60, test_percent=40)
+
+
+CALCULATIONS = {
+    r"has (\d+) \w+ and buys (\d+) more": "a + b",
+    r"found (\d+) \w+ on Monday and (\d+) on Tuesday": "a + b",
+    r"are (\d+) \w+ on a table and (\d+) on a chair": "a + b",
+    r"had (\d+) \w+ and gave away (\d+) of them": "a - b",
+    r"had (\d+) \w+ and sold (\d+)": "a - b",
+    r"has (\d+) \w+, a friend has (\d+)\.": "a - b",
+    r"fills (\d+) \w+ with (\d+) \w+ each\. How many": "a * b",
+    r"pays (\d+) dollars for each of (\d+)": "a * b",
+    r"shares (\d+) \w+ among (\d+) children": "a / b",
+    r"puts (\d+) \w+ into (\d+) \w+, as many in each": "a / b",
+    r"has (\d+) \w+, buys (\d+) and gives away (\d+)": "a + b - c",
+    r"had (\d+) \w+, lost (\d+) and found (\d+)": "a - b + c",
+    r"(\d+) \w+ lie here, (\d+) there and (\d+) in a box": "a + b + c",
+    r"fills (\d+) \w+ with (\d+) \w+ and has (\d+) left": "a * b + c",
+    r"fills (\d+) \w+ with (\d+) \w+ each and sells (\d+)": "a * b - c",
+}
+
+
+def read_story(text: str) -> tuple[str, list[int]]:
+    """The calculation of a story and its numbers, read off its words."""
+    found = [(kind, match) for words, kind in CALCULATIONS.items() if (match := re.search(words, text))]
+    assert len(found) == 1, text
+    return found[0][0], [int(number) for number in found[0][1].groups()]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_word_problems_ask_what_their_answer_says(steps: int) -> None:
+    task = WordProblemsTask(steps=steps, operations="+-*/", instruction="")
+    kinds = set()
+    for problem in task.problems("train", limit=300):
+        kind, numbers = read_story(problem.prompt[0]["content"])
+        kinds.add(kind)
+        value = eval(kind, dict(zip("abc", numbers, strict=False)))  # noqa: S307
+        assert float(problem.answer) == value > 0
+        assert task.verify(problem.metadata["solution"], problem.answer).correct
+    assert len(kinds) == {1: 4, 2: 5}[steps]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_calculation_of_a_word_problem_is_in_two_splits(steps: int) -> None:
+    """Whatever the story, and whatever the order of numbers that may be exchanged."""
+    task, found = WordProblemsTask(steps=steps, operations="+-*/", instruction=""), {}
+    for split in SPLITS:
+        found[split] = set()
+        for problem in task.problems(split, limit=400):
+            kind, numbers = read_story(problem.prompt[0]["content"])
+            if "*" in kind or "/" in kind:
+                ordered = sorted(numbers[:2]) if "*" in kind else numbers[:2]
+                found[split].add((kind, *ordered, *numbers[2:]))
+            else:
+                signs = [1, *(1 if sign == "+" else -1 for sign in re.findall("[+-]", kind))]
+                found[split].add(tuple(sorted(s * n for s, n in zip(signs, numbers, strict=True))))
+    assert not found["train"] & found["validation"]
+    assert not found["train"] & found["test"]
+    assert not found["validation"] & found["test"]
+
+
+def test_word_problems_have_no_other_operations_than_asked_for() -> None:
+    for operations in ("+", "-", "+-", "*"):
+        signs = {
+            problem.metadata["solution"].split()[1]
+            for problem in WordProblemsTask(operations=operations).problems("train", limit=100)
+        }
+        assert signs == set(operations)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct", "number"),
+    [
+        ("Ana has 42 apples now.", True, 1.0),
+        ("12 + 30 = 42", True, 1.0),
+        ("There are 42 apples, 30 of them new.", False, 1.0),
+        ("Ana has forty-two.", False, 0.0),
+        ("", False, 0.0),
+    ],
+)
+def test_word_problem_verdicts(response: str, correct: bool, number: float) -> None:
+    verdict = WordProblemsTask().verify(response, "42")
+    assert (verdict.correct, verdict.reward, verdict.parts) == (correct, float(correct), {"number": number})

@@ -25,6 +25,12 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
+def environment() -> dict[str, str]:
+    """Of a process that starts an engine."""
+    return {**os.environ, **ENVIRONMENT}
+
+
+@pytest.fixture
 def train(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """train(case, setting=..., ...) -> what `colocated_worker.py` says of a training."""
 

@@ -43,6 +43,9 @@ class PositionControlledEnv(ABC):
     dt: ClassVar[float]
     """Seconds between two steps."""
 
+    position_units: ClassVar[tuple[str, ...]] = ()
+    """The unit of each degree of freedom, such as "rad" or "m"; empty if nobody said."""
+
     context_indices: tuple[int, ...] | None = None
     """Entries of the first observation that describe the task; None takes all of them."""
 

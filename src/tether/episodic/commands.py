@@ -50,7 +50,7 @@ def train_command(config: TrainConfig) -> RunFolder:
     ) as progress:
         run = train(
             settings, out, label=label, resume=config.resume, until=config.until,
-            tensorboard=config.tensorboard,
+            trackers=(*config.report_to, *(("tensorboard",) if config.tensorboard else ())),
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
         )  # fmt: skip
         draw_exploration(out)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.episodes import EnvSpec, Episodes, FloatArray, Starts
@@ -97,6 +97,26 @@ class Learner(ABC, Generic[ConfigT, MotionsT]):
     @abstractmethod
     def parts(self) -> Mapping[str, Stateful]:
         """Everything that changes in training, by name, except `generator`."""
+
+    def seen(self, starts: Starts) -> FloatArray:
+        """What the policy is given of the starts, [E, C]; for the export. Override it with `planner`."""
+        return starts.observations
+
+    @property
+    def seen_size(self) -> int:
+        """C, how many numbers the policy sees."""
+        return self.spec.observation_size
+
+    def planner(self) -> nn.Module:
+        """A module from what the policy sees [E, C] to its best motions' weights [E, W]; for the export.
+
+        Raises:
+            ConfigError: the algorithm does not define one.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not say how to export its policy. Define planner() in it: a module "
+            "from what the policy sees to the weights of its best motion."
+        )
 
     def trajectories(self, weights: Tensor, starts: Starts) -> tuple[FloatArray, FloatArray]:
         """Desired positions and velocities, [E, T, D] each, of weights [E, W] of the movement primitive."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.critic import Critic
@@ -45,7 +45,7 @@ class OnPolicyLearner(Learner[OnPolicyConfig, SampledMotions]):
     def __init__(self, config: OnPolicyConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         self.dtype = torch.float32 if config.precision == "float32" else torch.float64
-        size = spec.observation_size if config.policy_input == "observation" else spec.context_size
+        size = self.seen_size
         if size < 1:
             raise ConfigError(f'{spec.env_id} has no task context. Use policy_input="observation" with it.')
         self.policy = GaussianPolicy(
@@ -78,14 +78,24 @@ class OnPolicyLearner(Learner[OnPolicyConfig, SampledMotions]):
     @torch.no_grad()
     def act(self, starts: Starts, *, explore: bool = True) -> SampledMotions:
         """Draw a motion for every start from the policy, or take its mean."""
-        seen = starts.observations if self.config.policy_input == "observation" else starts.contexts
-        inputs = torch.as_tensor(seen).to(self.dtype)
+        inputs = torch.as_tensor(self.seen(starts)).to(self.dtype)
         distribution = self.policy(inputs).detach()
         noise = torch.zeros_like(distribution.mean)
         if explore:
             noise.normal_(generator=self.generator)
         weights = distribution.weights(noise)
         return SampledMotions(*self.trajectories(weights, starts), inputs, distribution, weights)
+
+    def seen(self, starts: Starts) -> FloatArray:
+        return starts.observations if self.config.policy_input == "observation" else starts.contexts
+
+    @property
+    def seen_size(self) -> int:
+        of = self.spec
+        return of.observation_size if self.config.policy_input == "observation" else of.context_size
+
+    def planner(self) -> nn.Module:
+        return _MeanWeights(self.policy, self.dtype)
 
     def observe(self, motions: SampledMotions, episodes: Episodes) -> None:
         self._batch = motions, episodes
@@ -157,3 +167,16 @@ class OnPolicyLearner(Learner[OnPolicyConfig, SampledMotions]):
 
     def _tensor(self, values: FloatArray) -> Tensor:
         return torch.as_tensor(values).to(self.dtype)
+
+
+class _MeanWeights(nn.Module):
+    """The weights of a policy's mean motion."""
+
+    def __init__(self, policy: GaussianPolicy, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.policy = policy
+        self.dtype = dtype
+
+    def forward(self, seen: Tensor) -> Tensor:
+        mean: Tensor = self.policy(seen.to(self.dtype)).mean
+        return mean

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from tether.episodic.config import EpisodicConfig
+from tether.episodic.plans import MotionLimits, OnViolation
 from tether.episodic.presets import choose
 from tether.episodic.render import Film
 from tether.errors import ConfigError
 from tether.experiments.study_table import check_table_path
+from tether.experiments.trackers import TrackerName
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class TrainConfig:
     """Write figures/motion.mp4 at the end, the untrained motion beside the trained one."""
 
     tensorboard: bool = False
-    """Mirror metrics into TensorBoard files."""
+    """The same as --report-to tensorboard."""
+
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the run's numbers."""
 
     def folder(self) -> Path:
         """Where the run goes."""
@@ -101,6 +106,39 @@ class RenderConfig:
         """Refuse an episode that does not exist."""
         if self.episode < 0:
             raise ConfigError(f"episode counts from 0, got {self.episode}.")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write what a run has learned as files for a robot: observation to motion, and motions as tables."""
+
+    run: Path
+    """Folder of an episodic run."""
+
+    output: Path | None = None
+    """Folder for the files; by default export/ in the run's folder."""
+
+    step: int | None = None
+    """Iteration of the checkpoint; the latest by default."""
+
+    formats: tuple[Literal["torch", "onnx"], ...] = ("torch", "onnx")
+    """torch.export's motion.pt2, and motion.onnx."""
+
+    motions: int = 1
+    """CSV files of motions to write, for the first of the evaluation episodes."""
+
+    limits: MotionLimits = field(default_factory=MotionLimits)
+    """The robot's limits, for the motions and the description."""
+
+    on_violation: OnViolation = "scale"
+    """Run motions that are too fast for the limits slower, or refuse them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would write nothing, or twice."""
+        if self.motions < 0:
+            raise ConfigError(f"motions must be 0 or more, got {self.motions}.")
+        if len(set(self.formats)) != len(self.formats) or not (self.formats or self.motions):
+            raise ConfigError(f"formats={self.formats} must name each format once, and at least one file.")
 
 
 @dataclass(frozen=True)

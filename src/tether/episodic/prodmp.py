@@ -211,6 +211,33 @@ class ProDMP:
             at(basis.velocities, basis.velocity_from_position, basis.velocity_from_velocity),
         )
 
+    def accelerations(
+        self,
+        weights: Tensor,
+        init_position: Tensor,
+        positions: Tensor,
+        velocities: Tensor,
+        times: Sequence[float] | Array | Tensor,
+    ) -> Tensor:
+        """What the system's equation says of a trajectory's accelerations, [..., T, D] per second squared.
+
+        Args:
+            weights: [..., W].
+            init_position: [..., D], as given to `trajectory`; only a relative goal depends on it.
+            positions, velocities: [..., T, D], what `trajectory` returned at these times.
+            times: [T] in seconds. At the end of the delay itself the motion already accelerates.
+        """
+        config = self.config
+        at = np.asarray(times, dtype=np.float64)
+        moving = torch.from_numpy((at >= config.delay).astype(np.float64)).to(weights)
+        forcing = torch.from_numpy(self._forcing(self._phase_time(at)) * self._scale).to(weights)
+        table = weights.unflatten(-1, (self.num_dof, config.num_basis + 1))
+        push = torch.einsum("tk,...dk->...td", forcing, table)
+        if config.relative_goal:
+            push = push + (config.alpha / 2) ** 2 * init_position[..., None, :]
+        pull = config.alpha * (config.alpha / 4 * positions + config.tau * velocities)
+        return (push - pull) / config.tau**2 * moving[:, None]
+
     def _phase_time(self, times: Array) -> Array:
         phase_time: Array = np.maximum(times - self.config.delay, 0.0) / self.config.tau
         return phase_time

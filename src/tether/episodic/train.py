@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError
 from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
+from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -34,7 +35,7 @@ def train(
     label: str | None = None,
     resume: bool = False,
     until: int | None = None,
-    tensorboard: bool = False,
+    trackers: Collection[str] = (),
     report: Report | None = None,
 ) -> RunFolder:
     """Train an episodic policy into a run folder.
@@ -49,7 +50,7 @@ def train(
         resume: go on where the folder's latest checkpoint stands.
         until: stop after this iteration, with a checkpoint, and leave the run to be resumed. The schedules
             still end with `config.iterations`: this is for a look at the beginning of a long run.
-        tensorboard: mirror metrics into the run folder's TensorBoard files.
+        trackers: what else gets every number: names of `tether.experiments.trackers`.
         report: called with (iteration, its metrics), from 1; and with each evaluation's.
 
     Returns:
@@ -60,6 +61,7 @@ def train(
         CheckpointError: the folder holds another run.
         SimulationError: a simulator failed; the message says in which iteration.
     """
+    check_trackers(trackers)
     torch.set_num_threads(config.learner_threads)
     settings = config.as_dict()
     seed = settings.pop("seed")
@@ -70,7 +72,7 @@ def train(
         settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
-            resume=resume, may_change=_MAY_CHANGE, tensorboard=tensorboard,
+            resume=resume, may_change=_MAY_CHANGE, trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()

@@ -7,18 +7,15 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from tether.errors import CheckpointError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.errors import CheckpointError, InvalidInputError, TetherWarning
 from tether.experiments.files import TEMPORARY_PREFIX, FolderLock
 from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
 from tether.experiments.run_kind import Settings
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
 
 FINISHED_FILE = "FINISHED"
 
@@ -142,14 +139,3 @@ def as_number(name: str, value: object) -> float | int | bool:
             f"Metric {name!r} must be a number; got a {type(value).__name__}: {value!r:.80}"
         )
     return value
-
-
-def summary_writer(folder: Path, purge_step: int) -> SummaryWriter:
-    """Where TensorBoard finds the numbers; those from ``purge_step`` on, of a run cut off, are hidden."""
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Mirroring to TensorBoard needs the package tensorboard: pip install 'tether-rl[cli]'."
-        ) from error
-    return SummaryWriter(str(folder), purge_step=purge_step)

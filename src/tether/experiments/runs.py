@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tether.errors import CheckpointError, InvalidInputError
 from tether.experiments import checkpoints as _checkpoints
@@ -35,11 +35,8 @@ from tether.experiments.run_start import (
     as_number,
     check_target,
     resumed_config,
-    summary_writer,
 )
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
+from tether.experiments.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
@@ -68,7 +65,7 @@ class RunFolder:
         config: RunConfig,
         lock: FolderLock | None,
         *,
-        tensorboard: bool = False,
+        trackers: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
@@ -79,8 +76,7 @@ class RunFolder:
         self._files: dict[str, FileIO] = {}
         self._last_step: dict[str, int] = {}
         self._clock_start = clock()
-        self._wants_tensorboard = tensorboard
-        self._tensorboard: SummaryWriter | None = None
+        self._trackers = Trackers(trackers, path, config)
         if lock is not None:
             self._drop_partial_lines()
             self._restore_position()
@@ -99,7 +95,7 @@ class RunFolder:
         resume: bool = False,
         may_change: Collection[str] = (),
         current_settings: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
-        tensorboard: bool = False,
+        trackers: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> RunFolder:
         """Begin a run in a new or empty folder or, with ``resume``, go on with the run that is there.
@@ -115,7 +111,7 @@ class RunFolder:
                 new values replace the old ones in ``config.json``, and the run no longer counts as finished.
             current_settings: from the settings in the folder to how they are called now
                 (`RunKind.current_settings`).
-            tensorboard: mirror every number into ``<run>/tensorboard``.
+            trackers: what else gets every number: names of `tether.experiments.trackers`.
             clock: seconds from any origin; ``time_s`` of each line is measured with it.
 
         A resumed trainer calls `latest_checkpoint` and then `truncate_after` before it logs.
@@ -140,7 +136,7 @@ class RunFolder:
         try:
             config = resumed_config(path, config, may_change, current_settings) if holds_run else config
             atomic_write_json(path / CONFIG_FILE, config.as_dict())
-            return cls(path, config, lock, tensorboard=tensorboard, clock=clock)
+            return cls(path, config, lock, trackers=trackers, clock=clock)
         except BaseException:
             lock.release()
             raise
@@ -166,12 +162,12 @@ class RunFolder:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        try:
+            self._trackers.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     # ------------------------------------------------------------------ writing
 
@@ -187,6 +183,10 @@ class RunFolder:
             CheckpointError: the run was opened for reading, or is finished.
         """
         self._append(METRICS_FILE, step, metrics)
+
+    def track(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Send numbers to the trackers alone, as ``group/name``."""
+        self._trackers.log(group, step, numbers)
 
     def log_eval(self, step: int, **metrics: float) -> None:
         """Append the numbers of one evaluation to ``eval.jsonl``, as `log` does.
@@ -343,7 +343,7 @@ class RunFolder:
         record = {"step": int(step), "time_s": round(self.elapsed, 4), **numbers}
         write_all(self._file(name), (dump_json(record) + "\n").encode("utf-8"))
         self._last_step[name] = int(step)
-        self._mirror("eval" if name == EVAL_FILE else "train", step, numbers)
+        self._trackers.log("eval" if name == EVAL_FILE else "train", step, numbers)
 
     def _file(self, name: str) -> FileIO:
         if name not in self._files:
@@ -351,19 +351,10 @@ class RunFolder:
             self._files[name] = (self.path / name).open("ab", buffering=0)
         return self._files[name]
 
-    def _mirror(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
-        if not self._wants_tensorboard:
-            return
-        if self._tensorboard is None:
-            self._tensorboard = summary_writer(self.path / "tensorboard", purge_step=step)
-        for name, value in numbers.items():
-            self._tensorboard.add_scalar(f"{group}/{name}", float(value), step)
-
     def _sync(self) -> None:
         for file in self._files.values():
             os.fsync(file.fileno())
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+        self._trackers.flush()
 
     def _check_writable(self) -> None:
         if self._lock is None:

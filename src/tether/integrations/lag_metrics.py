@@ -1,6 +1,9 @@
-"""How far the network is from its sampler, and what the region does about it, by how old the data are."""
+"""How far the network is from its sampler, by the age of the data; and metrics of all processes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,3 +51,28 @@ def lag_means(sums: Tensor) -> dict[str, float]:
             named = zip(_MEASURED, values, strict=True)
             means |= {f"lag_{lag}/{name}": v / count for name, v in named if v == v}
     return means
+
+
+def lag_metrics(accelerator: Any, tokens: ProjectedTokens, lag: Tensor, mask: Tensor) -> dict[str, float]:
+    """`lag_means` over all processes, and the oldest sequence's ``lag``.
+
+    Args:
+        accelerator: of the trainer.
+        tokens, lag, mask: as for `lag_sums`.
+    """
+    sums = accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
+    return {**lag_means(sums), "lag": float(accelerator.gather(lag.max()).max().item())}
+
+
+def by_process(
+    accelerator: Any, metrics: Mapping[str, Tensor], tokens: ProjectedTokens, mask: Tensor
+) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Each metric's name, its values by process, and what these weigh: tokens, or those the region acted on.
+
+    One column a process and one wait: the numbers that follow are plain Python.
+    """
+    acted = (tokens.projected & (mask > 0)).sum()
+    row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
+    counted_by, acted_by, *columns = accelerator.gather(row[None]).t().tolist()
+    for name, values in zip(metrics, columns, strict=True):
+        yield name, values, acted_by if name == "mean_step" else counted_by

@@ -12,18 +12,22 @@ import functools
 import inspect
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.shared_prefixes import SharedLayout, move
 
 _OFF = (
     "Switch packing off: pack_sequences=False, --no-pack-sequences on the command line, "
     "troll_pack_sequences=False in TROLLConfig."
 )
+
+Packing = bool | Literal["shared"]
+"""Whether a pass leaves padding out; "shared": and computes once what sequences begin with alike."""
 
 # Layers whose only way from one token to another is a mask that position ids can split.
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -111,15 +115,15 @@ class PackedLayout:
 
     def pack(self, values: Tensor) -> Tensor:
         """Padded values [B, W, ...] as packed ones [R, L, ...]; zero where there is no token."""
-        return _move(values, self.padded, self.packed, tuple(self.position_ids.shape))
+        return move(values, self.padded, self.packed, tuple(self.position_ids.shape))
 
     def unpack(self, values: Tensor) -> Tensor:
         """Packed values [R, L, ...] as padded ones [B, W, ...]; zero where there is padding."""
-        return _move(values, self.packed, self.padded, self.padded_shape)
+        return move(values, self.packed, self.padded, self.padded_shape)
 
 
 def add_packing(model: PreTrainedModel) -> None:
-    """Teach a model's backbone the keyword `pack_sequences`.
+    """Teach a model's backbone the keyword `pack_sequences`: true, or "shared" for `SharedLayout`.
 
     With ``pack_sequences=True`` beside `input_ids` and `attention_mask` [B, W], the backbone runs on packed
     rows; `last_hidden_state` [B, W, D] and router logits come back in the places of padded ones, zero where
@@ -154,19 +158,24 @@ def add_packing(model: PreTrainedModel) -> None:
     backbone._packing_checked = False
 
     @functools.wraps(type(backbone).forward)
-    def forward(self: Any, *args: Any, pack_sequences: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, pack_sequences: Packing = False, **kwargs: Any) -> Any:
         if not pack_sequences:
             return self._padded_forward(*args, **kwargs)
         if not self._packing_checked:
             _check_sequences_stay_apart(self)
             self._packing_checked = True
-        return _run_packed(self, *args, **kwargs)
+        return _run_packed(self, *args, shared=pack_sequences == "shared", **kwargs)
 
     backbone.forward = types.MethodType(forward, backbone)
 
 
 def _run_packed(
-    backbone: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    backbone: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    shared: bool = False,
+    **kwargs: Any,
 ) -> Any:
     foreign = [name for name, value in kwargs.items() if name not in _KNOWN_KEYWORDS and _is_given(value)]
     if input_ids is None or attention_mask is None or foreign:
@@ -174,10 +183,14 @@ def _run_packed(
         raise ConfigError(
             f"A packed pass takes input_ids and attention_mask of padded rows; got {given}. {_OFF}"
         )
-    layout = PackedLayout.of(attention_mask, one_row=_attends_within_sequences(backbone))
+    layout: PackedLayout | SharedLayout
+    if shared:
+        layout = _shared_layout(backbone, input_ids, attention_mask)
+    else:
+        layout = PackedLayout.of(attention_mask, one_row=_attends_within_sequences(backbone))
     output = backbone._padded_forward(
         input_ids=layout.pack(input_ids),
-        attention_mask=None,
+        attention_mask=layout.attention_mask if isinstance(layout, SharedLayout) else None,
         position_ids=layout.position_ids,
         **{**kwargs, "use_cache": False},
     )
@@ -188,6 +201,25 @@ def _run_packed(
             layout.unpack(logits.view(*packed, -1)).flatten(0, 1) for logits in output.router_logits
         )
     return output
+
+
+def _shared_layout(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> SharedLayout:
+    """The layout, if this backbone's attention takes the mask of a tree."""
+    config = backbone.config
+    if config._attn_implementation != "sdpa":
+        raise ConfigError(
+            "Beginnings are shared under PyTorch's attention alone; the model has attn_implementation="
+            f"{config._attn_implementation!r}. Load it with 'sdpa', or leave share_prefixes off."
+        )
+    layout = SharedLayout.of(input_ids, attention_mask)
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    window, longest = config.sliding_window if windows else None, int(layout.position_ids.max()) + 1
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"Beginnings are shared up to the window of the model's attention, {window} tokens, and a "
+            f"sequence has {longest}. Shorten prompts or responses, or leave share_prefixes off."
+        )
+    return layout
 
 
 def _is_given(value: Any) -> bool:
@@ -230,13 +262,6 @@ def _first_fit(lengths: list[int], capacity: int) -> tuple[list[int], list[int],
         row_of[index], start_of[index] = row, used[row]
         used[row] += length
     return row_of, start_of, used
-
-
-def _move(
-    values: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], shape: tuple[int, ...]
-) -> Tensor:
-    moved = values.new_zeros((*shape, *values.shape[2:]))
-    return moved.index_put(target, values[source])
 
 
 # ---------------------------------------------------------------------- which models

@@ -34,6 +34,65 @@ _CAUSES = (
 )
 
 
+class Mismatch:
+    """Judges how far a sampler's log-probabilities are from the trainer's own after each transfer."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None  # difference after the first transfer
+
+    def judge(self, step: int, tokens: int, mean: float, tolerance: float) -> None:
+        """Refuse what arithmetic does not explain, and warn of what it did not do before.
+
+        Args:
+            step: whose weights were transferred.
+            tokens: how many were compared.
+            mean: |log mu - log pi| over them.
+            tolerance: what arithmetic explains.
+
+        Raises:
+            StaleSamplerError: the mean difference exceeds the tolerance.
+
+        Example:
+            >>> Mismatch().judge(step=2, tokens=64, mean=2e-6, tolerance=1e-3)
+            >>> Mismatch().judge(step=2, tokens=64, mean=0.16, tolerance=0.05)
+            Traceback (most recent call last):
+            ...
+            tether.errors.StaleSamplerError: After the transfer of the weights of step 2, ...
+        """
+        finding = (
+            f"After the transfer of the weights of step {step}, the sampler's log-probabilities of {tokens} "
+            f"tokens differ from the trainer's by {mean:.2g} in the mean"
+        )
+        if not mean <= tolerance:
+            raise StaleSamplerError(
+                f"{finding}; arithmetic explains {tolerance:g}. {_CAUSES} If it is the engine's precision, "
+                "set the tolerance (troll_sampler_tolerance)."
+            )
+        if self._first is None:
+            self._first = mean
+        elif mean > max(_UNUSUAL * self._first, _TOLERANCE):
+            warnings.warn(
+                f"{finding}; after the first transfer it was {self._first:.2g}. {_CAUSES}",
+                TetherWarning,
+                stacklevel=3,
+            )
+
+
+def explained(trainer: Any, engine: torch.dtype | None, chosen: float | None) -> float:
+    """The mean difference that is put down to arithmetic: what was chosen, or what the coarser side explains.
+
+    Args:
+        trainer: with `args` and `model`.
+        engine: type of the weights that sample; None if nobody knows.
+        chosen: a tolerance of the user's.
+    """
+    if chosen is not None:
+        return chosen
+    exact = not (trainer.args.bf16 or trainer.args.fp16)
+    exact = exact and next(trainer.model.parameters()).dtype == torch.float32
+    return _TOLERANCE if exact and engine == torch.float32 else _HALF_TOLERANCE
+
+
 class SamplerCheck:
     """Compares the sampler's log-probabilities of a few drawn tokens with the trainer's own.
 
@@ -46,7 +105,7 @@ class SamplerCheck:
         self._trainer = trainer
         self._tolerance = tolerance
         self._checked_step: int | None = None
-        self._first: float | None = None  # difference after the first transfer
+        self._mismatch = Mismatch()
 
     def after_generation(self, output: dict[str, Tensor], policy: SampledPolicy) -> None:
         """Check the first rollouts after new weights.
@@ -66,44 +125,13 @@ class SamplerCheck:
         totals = trainer.accelerator.reduce(torch.stack((difference, count)), reduction="sum")
         mean = (totals[0] / totals[1].clamp_min(1)).item()
         trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
-        if not mean <= tolerance:
-            raise StaleSamplerError(
-                f"{self._finding(step, int(totals[1]), mean)}; arithmetic explains {tolerance:g}. {_CAUSES} "
-                "If it is "
-                "the engine's precision, set the tolerance (troll_sampler_tolerance)."
-            )
-        if self._first is None:
-            self._first = mean
-        elif mean > max(_UNUSUAL * self._first, _TOLERANCE):
-            warnings.warn(
-                f"{self._finding(step, int(totals[1]), mean)}; after the first transfer it was "
-                f"{self._first:.2g}. "
-                f"{_CAUSES}",
-                TetherWarning,
-                stacklevel=2,
-            )
-
-    @staticmethod
-    def _finding(step: int, tokens: int, mean: float) -> str:
-        return (
-            f"After the transfer of the weights of step {step}, the sampler's log-probabilities of {tokens} "
-            "tokens "
-            f"differ from the trainer's by {mean:.2g} in the mean"
-        )
+        self._mismatch.judge(step, int(totals[1]), mean, tolerance)
 
     @property
     def tolerance(self) -> float:
-        """What was chosen, or what the coarser of both sides' precisions explains."""
-        if self._tolerance is not None:
-            return self._tolerance
+        """Of the mean difference."""
         trainer = self._trainer
-        exact = not (trainer.args.bf16 or trainer.args.fp16)
-        exact = exact and next(trainer.model.parameters()).dtype == torch.float32
-        return (
-            _TOLERANCE
-            if exact and _engine_dtype(trainer.vllm_generation) == torch.float32
-            else _HALF_TOLERANCE
-        )
+        return explained(trainer, _engine_dtype(trainer.vllm_generation), self._tolerance)
 
     @torch.no_grad()
     def _difference(self, output: dict[str, Tensor], policy: SampledPolicy) -> tuple[Tensor, Tensor]:

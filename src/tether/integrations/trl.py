@@ -72,7 +72,8 @@ class TROLLTrainer(ObjectiveTrainer):
         self.keep_hidden = args.troll_support == "exact"
         super().__init__(
             model, reward_funcs, args, *rest, support_top_k=args.troll_top_k, support_mass=args.troll_mass,
-            pack_sequences=args.troll_pack_sequences, anchor=args.troll_anchor,
+            pack_sequences="shared" if args.troll_share_prefixes else args.troll_pack_sequences,
+            anchor=args.troll_anchor,
             sampler_weight=args.troll_sampler_weight, sampler_tolerance=args.troll_sampler_tolerance,
             **kwargs,
         )  # fmt: skip

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
-# First, because it says what to install where TRL is missing or another version.
-from tether.integrations.trl_config import RegionFields, lag_bound
+# First, because they say what to install where TRL is missing or another version.
+from tether.integrations import trl_async_seam  # noqa: F401
+from tether.integrations.trl_config import RegionFields, lag_bound, sampler_tolerance_field
 
 # isort: split
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.errors import ConfigError, InvalidInputError, TetherWarning
-from tether.integrations.lag_metrics import lag_means, lag_sums
-from tether.integrations.sampler_reports import at_reported_ids
-from tether.integrations.sparse_head import SparseHeadOutput, add_sparse_head
-from tether.integrations.trl_async_cpu import attend_on_cpu, without_peak_flops
-from tether.integrations.trl_async_records import (
-    IDS,
-    LOG_PROBS,
-    LOG_TAIL,
-    STEP,
-    CheckedQueue,
-    RecordCollator,
-    record,
-)
+from tether.integrations.trl_async_base import PackedPass, RecordedTrainer, truncates
 from tether.integrations.trl_card import PAPER
-from tether.losses import ProjectedTokens, project_tokens, troll_objective
-from tether.projection import SampledPolicy, SparseLogProbs
-from tether.projection.sparse import EMPTY
+from tether.losses import troll_objective
 from tether.settings import TROLLSettings
 
-__all__ = ["AsyncTROLLConfig", "AsyncTROLLTrainer"]
+__all__ = ["AsyncClipTrainer", "AsyncTROLLConfig", "AsyncTROLLTrainer"]
 
 
 @dataclass
@@ -48,6 +33,8 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
     Raises:
         ConfigError: a value out of range, or one that belongs to the clip, with the remedy.
     """
+
+    troll_sampler_tolerance: float | None = sampler_tolerance_field()
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -78,18 +65,20 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
     @property
     def truncates(self) -> bool:
         """Whether sampling keeps a set of ids."""
-        return self.top_k > 0 or self.top_p < 1.0 or bool(self.min_p)
+        return truncates(self)
 
 
-class AsyncTROLLTrainer(AsyncGRPOTrainer):
+class AsyncTROLLTrainer(RecordedTrainer):
     """`AsyncGRPOTrainer` whose trust region is the projection around the policy that really sampled.
 
     Takes the arguments of `AsyncGRPOTrainer`, with `args` an `AsyncTROLLConfig`. TRL's rollout worker asks
     the vLLM server for the `troll_top_k` likeliest ids of each token; the server needs ``vllm serve
     --logprobs-mode processed_logprobs --max-logprobs -1``. A rollout worker of one's own puts
     `tether.integrations.trl_async_records.SamplerRecords` in the place of its samples' ``old_log_probs``.
-    Staleness limit, tools, several turns, resuming and weight transfers are TRL's. On a CPU attention over
-    packed rows is computed in plain torch.
+    Staleness limit, tools, several turns, resuming and weight transfers are TRL's. Besides, prompts may be
+    plain text, `model` one that is loaded already, and on a CPU attention over packed rows is computed in
+    plain torch. After each transfer the server is asked for a few tokens, which tells whether it has the
+    weights.
 
     Logs what `TROLLTrainer` does with ``troll_anchor="sampler"``, `trust_region/lag` among them: in
     optimizer steps, of the weights that were published when a prompt's group began, so an upper bound for
@@ -99,6 +88,8 @@ class AsyncTROLLTrainer(AsyncGRPOTrainer):
 
     Raises:
         ConfigError: other settings than an `AsyncTROLLConfig`.
+        EngineError: (from `train`) a server or a rollout worker that has ended or does not answer.
+        StaleSamplerError: (from `train`) a server without the weights it was given.
 
     Example:
         ```python
@@ -117,8 +108,6 @@ class AsyncTROLLTrainer(AsyncGRPOTrainer):
     _tag_names = ["trl", "async-grpo", "troll"]  # noqa: RUF012 (TRL's class attribute)
     _name = "AsyncTROLL"
     _paper = PAPER
-    rollout_queue: Any
-    _signature_columns: Any
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *rest: Any, **kwargs: Any
@@ -128,40 +117,10 @@ class AsyncTROLLTrainer(AsyncGRPOTrainer):
                 f"AsyncTROLLTrainer needs args=AsyncTROLLConfig(output_dir=...), got {type(args).__name__}. "
                 "It takes every argument of AsyncGRPOConfig."
             )
-        #: The optimizer step at which each version of the policy was published.
-        self._published: dict[int, int] = {}
-        with without_peak_flops(active=args.device.type == "cpu"):
-            super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        whole = self.accelerator.unwrap_model(self.model)
-        base = whole.get_base_model() if is_peft_model(whole) else whole
-        add_sparse_head(base, self.temperature, maybe_gather_lm_head_ctx)
-        if self.accelerator.device.type == "cpu":
-            attend_on_cpu(base)
-        if not self.accelerator.is_main_process:
-            return
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):
-            record(self.rollout_worker, args.troll_top_k)
-        vocabulary = int(base.config.get_text_config().vocab_size)
-        self.rollout_queue = CheckedQueue(
-            self.rollout_queue, self._published, truncated=args.truncates, vocabulary_size=vocabulary
-        )
-
-    def _sync_weight(self) -> None:
-        super()._sync_weight()
-        self._published[self.model_version] = int(self.state.global_step)
-
-    def get_train_dataloader(self) -> Any:
-        """TRL's, whose batches also hold the sampler's records."""
-        loader = super().get_train_dataloader()
-        inner = getattr(loader, "base_dataloader", loader)
-        inner.collate_fn = RecordCollator(inner.collate_fn)
-        return loader
-
-    def _set_signature_columns_if_needed(self) -> None:
-        unset = self._signature_columns is None
-        super()._set_signature_columns_if_needed()
-        if unset:
-            self._signature_columns += [IDS, LOG_PROBS, LOG_TAIL, STEP]
+        super().__init__(
+            model, reward_funcs, args, *rest,
+            support_top_k=args.troll_top_k, sampler_tolerance=args.troll_sampler_tolerance, **kwargs,
+        )  # fmt: skip
 
     def compute_loss(
         self,
@@ -171,101 +130,46 @@ class AsyncTROLLTrainer(AsyncGRPOTrainer):
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """TROLL's objective of a packed row; TRL's own loss is taken of nothing, for its metrics."""
-        chosen = inputs["token_index"] >= 0
-        packed = _Packed(model, inputs, chosen)
-        numbered = torch.where(chosen, chosen.long().cumsum(-1) - 1, -1)
-        without = {"token_index": numbered, "advantages": torch.zeros_like(inputs["advantages"])}
-        super().compute_loss(packed, {**inputs, **without})
-        loss = self._troll(packed, inputs, chosen)
+        packed = PackedPass(model, inputs)
+        AsyncGRPOTrainer.compute_loss(self, packed, packed.without_advantages(inputs))
+        loss = self._troll(packed, inputs)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * packed.output.aux_loss
         return loss / self.current_gradient_accumulation_steps
 
-    def _troll(self, packed: _Packed, inputs: dict[str, Any], chosen: Tensor) -> Tensor:
+    def _troll(self, packed: PackedPass, inputs: dict[str, Any]) -> Tensor:
         """The objective's part of an update, averaged over tokens as TRL does."""
-        rows = _Sequences(inputs["segment_id"][chosen])
-        mask = rows.spread(torch.ones_like(inputs["old_log_probs"][chosen]), 0.0)
-        lag = (int(self.state.global_step) - inputs[STEP][chosen]).clamp_min(0)
-        response_ids, lag = rows.spread(packed.labels, 0), rows.spread(lag, 0)
-        old = SparseLogProbs(
-            rows.spread(inputs[IDS][chosen], EMPTY),
-            rows.spread(inputs[LOG_PROBS][chosen], -torch.inf),
-            rows.spread(inputs[LOG_TAIL][chosen], 0.0),
-        )
-        seen = packed.output.support(len(packed.labels))[0]
-        new = SparseLogProbs(
-            old.ids, rows.spread(seen.log_probs, -torch.inf), rows.spread(seen.log_tail, 0.0)
-        )
         bound = lag_bound(self.args)
-        tokens = project_tokens(
-            new, SampledPolicy(old, response_ids, lag), response_ids, mask,
-            log_probs=rows.spread(packed.log_probs, 0.0), region=self.args.troll_region,
+        tokens, rows, lag, mask = packed.projected(
+            inputs, int(self.state.global_step), region=self.args.troll_region,
             kl_bound=bound.kl_bound if bound.growth == "constant" else bound,
         )  # fmt: skip
-        advantages = rows.spread(inputs["advantages"][chosen], 0.0)
+        advantages = rows.spread(inputs["advantages"][packed.chosen], 0.0)
         objective = troll_objective(tokens, advantages, mask, alpha=self.args.troll_alpha)
         self._log_tokens(tokens, objective.metrics, lag, mask)
         share = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1.0)
         return torch.where(mask > 0, objective.token_loss, 0.0).sum() / share
 
-    @torch.no_grad()
-    def _log_tokens(
-        self, tokens: ProjectedTokens, metrics: dict[str, Tensor], lag: Tensor, mask: Tensor
-    ) -> None:
-        sink = self._metrics["train"]
-        acted = (tokens.projected & (mask > 0)).sum()
-        row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
-        counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
-        for name, values in zip(metrics, columns, strict=True):
-            key = f"trust_region/{name}"
-            if name.endswith("_max"):
-                sink[key].append(max(values))
-            else:  # TRL reduces a pair to the ratio of its sums
-                weights = acted_by if name == "mean_step" else counted_by
-                weights = weights if sum(weights) else [1.0] * len(weights)  # a default, of next to no weight
-                sink[key].append((sum(v * w for v, w in zip(values, weights, strict=True)), sum(weights)))
-        sums = self.accelerator.gather(lag_sums(tokens, lag.amax(1), mask)[None]).sum(0)
-        oldest = self.accelerator.gather(lag.max()).max().item()
-        for name, mean in {**lag_means(sums), "lag": float(oldest)}.items():
-            sink[f"trust_region/{name}"].append(mean)
 
+class AsyncClipTrainer(RecordedTrainer):
+    """`AsyncGRPOTrainer` with its own loss, the clip, to compare with; how far the policy moves is measured.
 
-class _Packed:
-    """Stands in for the model in TRL's loss: evaluates it where the sampler reported, at the loss terms."""
+    Takes the arguments of `AsyncGRPOTrainer`, of which `args` is a plain `AsyncGRPOConfig`, and those of
+    `RecordedTrainer`. Where sampling is truncated, ratios are those of the network renormalised on what it
+    keeps.
+    """
 
-    def __init__(self, model: Any, inputs: dict[str, Any], chosen: Tensor) -> None:
-        self._model = model
-        self._positions = inputs["token_index"][chosen]
-        self._asked = at_reported_ids(inputs[IDS][chosen][None], inputs[LOG_TAIL][chosen][None])
-        self.labels: Tensor
-        self.log_probs: Tensor  # of the labels, [M]
-        self.output: SparseHeadOutput
-
-    def __call__(self, *, shift_labels: Tensor, **kwargs: Any) -> SparseHeadOutput:
-        """What TRL reads: log-probabilities and entropies of the loss terms, without their graph."""
-        self.labels = shift_labels[0, self._positions]
-        self.output = self._model(
-            **kwargs, labels=self.labels[None], label_positions=self._positions, **self._asked
-        )
-        output = self.output
-        assert output.log_probs is not None
-        assert output.entropy is not None
-        self.log_probs = output.log_probs[0]
-        return SparseHeadOutput(
-            log_probs=output.log_probs.detach(), entropy=output.entropy.detach(), aux_loss=output.aux_loss
-        )
-
-
-class _Sequences:
-    """Loss terms [M] of a packed row by their sequences, [S, T], padded on the right."""
-
-    def __init__(self, segment: Tensor) -> None:
-        counts = segment.bincount()
-        first = counts.cumsum(0) - counts
-        self._at = segment, torch.arange(len(segment), device=segment.device) - first[segment]
-        self._shape = len(counts), int(counts.max())
-
-    def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Put [M, ...] at their places [S, T, ...]."""
-        whole = values.new_full((*self._shape, *values.shape[1:]), fill)
-        return whole.index_put(self._at, values)
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """TRL's loss of a packed row."""
+        packed = PackedPass(model, inputs, differentiable=True)
+        loss: Tensor = AsyncGRPOTrainer.compute_loss(self, packed, packed.numbered(inputs))
+        with torch.no_grad():
+            tokens, _, lag, mask = packed.projected(inputs, int(self.state.global_step), kl_bound=math.inf)
+            self._log_tokens(tokens, tokens.metrics(mask), lag, mask)
+        return loss

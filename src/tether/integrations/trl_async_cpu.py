@@ -78,7 +78,7 @@ def _pairs(bounds: list[int]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def without_peak_flops(*, active: bool) -> Iterator[None]:
-    """Where TRL's trainer may be made without a CUDA device, whose name it asks for (1.16 stops there).
+    """Where TRL's trainer may be made without a CUDA device, whose name it asks for and stops without.
 
     Its utilisation metrics are then off, as for any device it does not know.
     """

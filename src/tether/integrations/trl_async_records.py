@@ -7,7 +7,7 @@ loss.
 
 from __future__ import annotations
 
-import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,15 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from tether.errors import ConfigError, InvalidInputError, TetherError
-from tether.integrations.sampler_reports import Reported, report_sequence
+from tether.errors import ConfigError, EngineError, InvalidInputError, TetherError
+from tether.integrations.sampler_reports import Reported
+from tether.integrations.trl_seam import TRL
 from tether.projection import SampledPolicy
 from tether.projection.sparse import EMPTY
 
 #: What the collator adds to TRL's batch: of each loss term, [rows, M, K] and [rows, M].
 IDS, LOG_PROBS, LOG_TAIL, STEP = "sampler_ids", "sampler_log_probs", "sampler_log_tail", "sampler_step"
+#: Sequences that a queue remembers.
+_REMEMBERED = 8
+LOOK_AT_ITS_OUTPUT = "What it printed last says why; a checkpoint is there to continue from."
 _FILL: dict[str, float] = {IDS: EMPTY, LOG_PROBS: -torch.inf, LOG_TAIL: 0.0, STEP: 0}
 
 
@@ -36,6 +39,7 @@ class SamplerRecords:
     Arrays alone, so that it travels between processes.
 
     Example:
+        >>> from tether.integrations.sampler_reports import report_sequence
         >>> drawn = report_sequence([5], [[5, 7]], [[-0.1, -2.5]], 0)
         >>> records = SamplerRecords.of([0.0, 0.0, *drawn])  # two tokens of a prompt first
         >>> records.positions.tolist(), records.ids.tolist()
@@ -145,6 +149,9 @@ class CheckedQueue:
         self._inner, self._steps = inner, steps
         self._truncated, self._vocabulary_size = truncated, vocabulary_size
         self._arrived = 0
+        #: The latest sequences, a handful, of as many prompts.
+        self.latest: deque[Tensor] = deque(maxlen=_REMEMBERED)
+        self._group: int | None = None
 
     def qsize(self) -> int:
         """Samples that wait."""
@@ -156,10 +163,14 @@ class CheckedQueue:
 
         Raises:
             queue.Empty: none within the timeout.
+            EngineError: the process that fills it has ended.
             ConfigError: a worker that does not record, or a version that was never published.
             InvalidInputError: records that cannot be the sampler's, by sequence and position.
         """
-        sample = self._inner.get(timeout=timeout)
+        try:
+            sample = self._inner.get(timeout=timeout)
+        except (EOFError, OSError) as error:  # the latter in the middle of a sample
+            raise EngineError(f"The process that writes rollouts has ended. {LOOK_AT_ITS_OUTPUT}") from error
         number, self._arrived = self._arrived, self._arrived + 1
         records = sample.old_log_probs
         if not isinstance(records, SamplerRecords):
@@ -186,6 +197,9 @@ class CheckedQueue:
             raise InvalidInputError(
                 f"prompt group {sample.group_id}, version {sample.model_version}: {named}"
             ) from error
+        if sample.group_id != self._group:
+            self._group = sample.group_id
+            self.latest.append(torch.as_tensor(sample.input_ids))
         positions = mask.nonzero()[:, 0]
         checked = CheckedRecords(policy, self._steps[sample.model_version], positions, len(mask))
         return replace(sample, old_log_probs=checked)
@@ -213,7 +227,7 @@ class RecordCollator:
             if not torch.equal(packed, expected):
                 raise TetherError(
                     "TRL packed the loss terms of a row in another order than samples and positions, so the "
-                    "records would be other tokens'. Tether works with TRL 1.16."
+                    f"records would be other tokens'. Tested is {TRL}."
                 )
         for name, fill in _FILL.items():
             batch[name] = pad_sequence([entry[name] for entry in added], True, fill)
@@ -234,65 +248,3 @@ def _row_entries(row: list[CheckedRecords], width: int) -> dict[str, Tensor]:
         STEP: torch.cat([torch.full((len(of.ids),), records.step)
                          for of, records in zip(supports, row, strict=True)]),
     }  # fmt: skip
-
-
-class RecordingLoop(_AsyncRolloutLoop):
-    """TRL's rollouts from a vLLM server, which also says what the likeliest ids of each token were."""
-
-    def __init__(self, *, report_top_k: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._report_top_k = report_top_k
-
-    async def _post(self, path: str, payload: dict[str, Any], *rest: Any, **kwargs: Any) -> dict[str, Any]:
-        if path != "/v1/completions":
-            answer: dict[str, Any] = await super()._post(path, payload, *rest, **kwargs)
-            return answer
-        asked = {**payload, "logprobs": self._report_top_k, "return_tokens_as_token_ids": True}
-        answer = await super()._post(path, asked, *rest, **kwargs)
-        for choice in answer["choices"]:
-            choice["logprobs"]["token_logprobs"] = read_choice(choice, self._report_top_k)
-        return answer
-
-    async def _score_group(self, group: Any) -> list[Any]:
-        samples: list[Any] = await super()._score_group(group)
-        sequences = [one for of_completion in group.completions_sequences for one in of_completion]
-        for sample, sequence in zip(samples, sequences, strict=True):
-            sample.old_log_probs = SamplerRecords.of(sequence.old_log_probs)
-        return samples
-
-
-def read_choice(choice: dict[str, Any], top_k: int) -> list[Reported]:
-    """The records in one choice of a vLLM server's completions.
-
-    Raises:
-        InvalidInputError: an answer without them, or without a drawn id.
-    """
-    top = choice["logprobs"].get("top_logprobs")
-    if not top or any(not one for one in top):
-        raise InvalidInputError(
-            f"vLLM was asked for the {top_k} likeliest ids of each token and reported none. Start it with "
-            "`vllm serve --logprobs-mode processed_logprobs --max-logprobs -1`."
-        )
-    return report_sequence(
-        choice["token_ids"],
-        [[_token_id(name) for name in one] for one in top],
-        [[*one.values()] for one in top],
-        0,
-    )
-
-
-def _token_id(name: str) -> int:
-    """Of a token that vLLM names by its id."""
-    found = re.fullmatch(r"token_id\D(\d+)", name)
-    if found is None:
-        raise InvalidInputError(
-            f"vLLM reported the token {name!r} by its text, which does not tell its id. Use a version that "
-            "knows return_tokens_as_token_ids."
-        )
-    return int(found[1])
-
-
-def record(worker: AsyncRolloutWorker, top_k: int) -> None:
-    """Have TRL's own worker report, once it starts."""
-    worker._loop_cls = RecordingLoop
-    worker._loop_kwargs["report_top_k"] = top_k

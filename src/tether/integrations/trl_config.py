@@ -10,18 +10,11 @@ from tether.errors import ConfigError, InvalidInputError, MissingDependencyError
 from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
 
 try:
-    import trl
     from trl import GRPOConfig
 except ImportError as error:
     raise MissingDependencyError(
-        f"tether.integrations.trl needs TRL 1.16 ({error}). Install it with: pip install 'tether-rl[llm]'"
+        f"tether.integrations.trl needs TRL ({error}). Install it with: pip install 'tether-rl[llm]'"
     ) from error
-
-if not trl.__version__.startswith("1.16."):
-    raise MissingDependencyError(
-        f"tether.integrations.trl works with TRL 1.16, found {trl.__version__}. "
-        "Install it with: pip install 'trl>=1.16,<1.17'"
-    )
 
 # The loss types whose only use of the trust region is the clip that TROLL replaces.
 _CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -32,6 +25,15 @@ _UPDATES_PER_ROLLOUT = 8
 
 def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
+
+
+def sampler_tolerance_field() -> Any:
+    """The setting `troll_sampler_tolerance`."""
+    return _option(
+        None,
+        "vLLM with records: mean difference of log-probabilities to the trainer's own, right after new "
+        "weights, above which training stops; by default 1e-3 in float32 and 0.05 in half precision.",
+    )
 
 
 @dataclass
@@ -99,14 +101,12 @@ class TROLLConfig(RegionFields, GRPOConfig):
         "samplers "
         "that are not the trainer's policy; 2 is usual.",
     )
-    troll_sampler_tolerance: float | None = _option(
-        None,
-        "vLLM with records: mean difference of log-probabilities to the trainer's own, right after new "
-        "weights, "
-        "above which training stops; by default 1e-3 in float32 and 0.05 in half precision.",
-    )
+    troll_sampler_tolerance: float | None = sampler_tolerance_field()
     troll_pack_sequences: bool = _option(
         False, "Run the model on the tokens of a micro-batch without their padding, back to back."
+    )
+    troll_share_prefixes: bool = _option(
+        False, "Compute once what the sequences of a micro-batch begin with alike, such as a group's prompt."
     )
 
     def __post_init__(self) -> None:
@@ -119,10 +119,9 @@ class TROLLConfig(RegionFields, GRPOConfig):
         super().__post_init__()
         TROLLSettings.read(self, "troll_")
         _check_anchor(self)
-        if not isinstance(self.troll_pack_sequences, bool):
-            raise ConfigError(
-                f"troll_pack_sequences must be True or False, got {self.troll_pack_sequences!r}."
-            )
+        for name in ("troll_pack_sequences", "troll_share_prefixes"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _check_combinations(self)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tether.advantages import gae, whiten
 from tether.errors import CheckpointError, ConfigError, replaced
+from tether.integrations.packing import Packing
 from tether.integrations.trl_advantages import Estimator, rewards_at_the_end
 from tether.integrations.trl_old_policy import loss_mask
 from tether.losses import value_clip
@@ -102,9 +103,9 @@ class ValueModel(nn.Module):
     The output layer starts at zero, so every value does.
     """
 
-    def __init__(self, policy: nn.Module, *, pack_sequences: bool = False) -> None:
+    def __init__(self, policy: nn.Module, *, pack_sequences: Packing = False) -> None:
         super().__init__()
-        self._packing = {"pack_sequences": True} if pack_sequences else {}
+        self._packing = {"pack_sequences": pack_sequences} if pack_sequences else {}
         self.backbone = _backbone_of(policy).float().requires_grad_(True)
         width: Any = self.backbone.config.get_text_config().hidden_size
         self.head = nn.Linear(width, 1, device=next(self.backbone.parameters()).device)

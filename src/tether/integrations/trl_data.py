@@ -11,10 +11,17 @@ import warnings
 from collections.abc import Sized
 from typing import Any
 
+# First, because it says what to install where TRL is missing or has moved.
+from tether.integrations.trl_config import TROLLConfig  # noqa: F401
+
+# isort: split
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from tether.errors import ConfigError, TetherWarning
+from tether.integrations import trl_seam
+
+trl_seam.check()
 
 # A share of the prompts of an epoch that is worth a warning if no batch takes it up.
 _NOTABLE_SHARE = 0.1

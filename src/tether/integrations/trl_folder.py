@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from tether.errors import ConfigError, TetherError
+from tether.integrations.vllm_server import HEAD, WEIGHTS_FILE, VLLMServer
 
-_FILE, _HEAD = "model.safetensors", "lm_head.weight"
-#: Seconds for what does not grow with the model.
-_CONTROL_TIMEOUT = 60
+__all__ = ["FolderWeightTransfer", "VLLMServer", "write_for_vllm"]
 
 
 class FolderWeightTransfer:
@@ -27,6 +26,9 @@ class FolderWeightTransfer:
         reload: called with the folder once the weights are there; returns when the engine has them. See
             `VLLMServer`.
         pause, resume: called around each transfer, if the engine can wait.
+        untie: also write the weight that is tied to the embeddings as a head of its own, for an engine that
+            reads a folder of `write_for_vllm`.
+        make: whether to make the folder now; otherwise it has to be there when weights are sent.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -48,9 +50,14 @@ class FolderWeightTransfer:
         *,
         pause: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
+        untie: bool = False,
+        make: bool = True,
     ) -> None:
+        self._untie = untie
         self.folder = Path(folder).resolve()
         self._reload, self._pause, self._resume = reload, pause, resume
+        if not make:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -72,17 +79,12 @@ class FolderWeightTransfer:
         Raises:
             TetherError: no weights at all.
         """
-        from safetensors.torch import save_file
-
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
         if not weights:
             raise TetherError("There are no weights to transfer: every parameter of the model is frozen.")
-        unfinished = self.folder / f".{_FILE}.{uuid.uuid4().hex}"
-        try:
-            save_file(weights, unfinished)
-            os.replace(unfinished, self.folder / _FILE)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        if self._untie and HEAD not in weights:
+            weights[HEAD] = _embeddings(weights).clone()
+        _write_whole(weights, self.folder)
         self._reload(self.folder)
 
     def resume(self) -> None:
@@ -94,87 +96,58 @@ class FolderWeightTransfer:
         """Nothing to release; the last weights stay."""
 
 
-class VLLMServer:
-    """What a folder transfer asks of a ``vllm serve`` in development mode, over HTTP.
+def write_for_vllm(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """A model as a folder for ``vllm serve``, its head untied from the embeddings.
+
+    On a CPU vLLM packs the head when it starts and, where it is tied, never again: a head of its own is
+    reloaded with the rest.
 
     Args:
-        url: of the server, such as ``http://localhost:8000``.
-        timeout: seconds for a reload.
+        model: of Transformers; of a PEFT model the model under the adapters.
+        tokenizer: of that model.
+        folder: made if it is missing.
 
-    Example:
-        ```python
-        server = VLLMServer("http://localhost:8000")
-        transfer = FolderWeightTransfer("weights", server.reload, pause=server.pause, resume=server.resume)
-        ```
+    Returns:
+        The folder.
     """
+    import copy
 
-    def __init__(self, url: str, *, timeout: float = 1800.0) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    weights = {
+        name.replace(".base_layer", ""): weight.detach().cpu().contiguous()
+        for name, weight in model.named_parameters()
+        if "lora_" not in name
+    }
+    if HEAD not in weights:
+        weights[HEAD] = _embeddings(weights).clone()
+    _write_whole(weights, folder)
+    return folder
 
-    def reload(self, folder: Path) -> None:
-        """Have the server read the weights in a folder, and forget what it computed with others.
 
-        Raises:
-            TetherError: a server that is not there, does not do it, or would go on with an old head.
-        """
-        self._refuse_tied_head_on_cpu(folder)
-        request = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._post("/collective_rpc", self.timeout, json=request)
-        self._post("/reset_prefix_cache", _CONTROL_TIMEOUT)
+def _embeddings(weights: dict[str, Tensor]) -> Tensor:
+    found = [name for name in weights if name.endswith("embed_tokens.weight")]
+    if len(found) != 1:
+        raise TetherError(
+            f"The head cannot be untied from the embeddings: {len(found)} weights are called "
+            "...embed_tokens.weight. Untie it in the model (tie_word_embeddings=False)."
+        )
+    return weights[found[0]]
 
-    def pause(self) -> None:
-        """Have it hold its requests, without dropping any.
 
-        Raises:
-            TetherError: as `reload`.
-        """
-        self._post("/pause", _CONTROL_TIMEOUT, params={"mode": "keep"})
+def _write_whole(weights: dict[str, Tensor], folder: Path) -> None:
+    """The file appears at once, or the one before it stays."""
+    from safetensors.torch import save_file
 
-    def resume(self) -> None:
-        """Have it go on.
-
-        Raises:
-            TetherError: as `reload`.
-        """
-        self._post("/resume", _CONTROL_TIMEOUT)
-
-    def _refuse_tied_head_on_cpu(self, folder: Path) -> None:
-        """On a CPU vLLM keeps a packed copy of a head tied to the embeddings, and reloads all but that."""
-        from safetensors import safe_open
-
-        with safe_open(folder / _FILE, framework="pt") as file:
-            if _HEAD in file.keys():  # noqa: SIM118 (no mapping)
-                return
-        answer = self._ask("GET", "/server_info", _CONTROL_TIMEOUT, params={"config_format": "json"})
-        device = answer.json().get("vllm_config", {}).get("device_config", {}).get("device_type")
-        if device == "cpu":
-            raise TetherError(
-                f"The vLLM server at {self.url} runs on a CPU, where it does not reload a head that is tied "
-                f"to the embeddings, and the weights have no {_HEAD}: it would go on with the old one. "
-                "Untie the head (tie_word_embeddings=False), serve on an accelerator, or give "
-                "FolderWeightTransfer a reload of your own."
-            )
-
-    def _post(self, path: str, timeout: float, **request: Any) -> None:
-        self._ask("POST", path, timeout, **request)
-
-    def _ask(self, method: str, path: str, timeout: float, **request: Any) -> Any:
-        import requests
-
-        try:
-            answer = requests.request(method, f"{self.url}{path}", timeout=timeout, **request)
-        except requests.RequestException as error:
-            raise TetherError(
-                f"The vLLM server at {self.url} did not answer {path} within {timeout:g} s "
-                f"({type(error).__name__}: {error}). Is it running?"
-            ) from error
-        if answer.status_code == 404:
-            raise TetherError(
-                f"The vLLM server at {self.url} does not know {path}. Start it with VLLM_SERVER_DEV_MODE=1."
-            )
-        if answer.status_code != 200:
-            raise TetherError(
-                f"The vLLM server at {self.url} failed at {path} ({answer.status_code}): "
-                f"{answer.text[:500]}. It may have the old weights, or some of them: restart it."
-            )
-        return answer
+    unfinished = folder / f".{WEIGHTS_FILE}.{uuid.uuid4().hex}"
+    try:
+        save_file(weights, unfinished, metadata={"format": "pt"})
+        os.replace(unfinished, folder / WEIGHTS_FILE)
+    finally:
+        unfinished.unlink(missing_ok=True)

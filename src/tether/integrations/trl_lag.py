@@ -1,7 +1,7 @@
-"""Stale data on purpose: completions from the policy of some updates ago, in one process.
+"""Another sampler on purpose: the policy of some updates ago, or one in half precision, in one process.
 
-What an asynchronous trainer does to a method, without its chance: the sampler's weights are exactly `lag`
-updates old, so that two methods, or two runs of one, see data of the same age.
+What an asynchronous trainer and another engine do to a method, without their chance: the sampler's weights
+are exactly `lag` updates old, so that two methods, or two runs of one, see data of the same age.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class LaggedTrainer(StoppableTrainer):
 
         lag: optimizer steps between the weights that sample and those of the present; fewer in the first
             steps, which the starting model samples.
+        sampler_dtype: what the sampling model computes in, such as `torch.bfloat16`; by default as it is.
 
     Evaluations sample from the present policy. Keeps the trained weights of ``lag / updates a batch + 1``
     versions in memory; a checkpoint holds them, so that a resumed run goes on with the same samplers.
@@ -38,8 +39,10 @@ class LaggedTrainer(StoppableTrainer):
         CheckpointError: a checkpoint without the versions.
     """
 
-    def __init__(self, *args: Any, lag: int = 0, **kwargs: Any) -> None:
-        self.lag = lag
+    def __init__(
+        self, *args: Any, lag: int = 0, sampler_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
+        self.lag, self.sampler_dtype = lag, sampler_dtype
         super().__init__(*args, **kwargs)
         self._check_lag()
         #: Trained weights by the optimizer step they are of, oldest first.
@@ -60,9 +63,15 @@ class LaggedTrainer(StoppableTrainer):
                 "Use "
                 "Transformers for rollouts, or an asynchronous trainer."
             )
-        if self.lag and self.is_deepspeed_enabled:
+        if self.sampler_dtype is not None and self.use_vllm:
             raise ConfigError(
-                f"lag={self.lag} swaps weights in place, which DeepSpeed does not allow. Use DDP or FSDP2."
+                f"sampler_dtype={self.sampler_dtype} is of Transformers' generation; vLLM has its own dtype. "
+                "Leave it out."
+            )
+        if (self.lag or self.sampler_dtype) and self.is_deepspeed_enabled:
+            raise ConfigError(
+                f"lag={self.lag} and sampler_dtype={self.sampler_dtype} swap weights in place, which "
+                "DeepSpeed does not allow. Use DDP or FSDP2."
             )
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
@@ -75,6 +84,26 @@ class LaggedTrainer(StoppableTrainer):
     @contextmanager
     def _sampling_weights(self) -> Iterator[int]:
         """While completions are generated: whose weights do it, as the optimizer step they are of."""
+        with self._lagging_weights() as version, self._rounded_weights():
+            yield version
+
+    @contextmanager
+    def _rounded_weights(self) -> Iterator[None]:
+        if self.sampler_dtype is None or not self.model.training:
+            yield
+            return
+        parameters = list(self.accelerator.unwrap_model(self.model).parameters())
+        present = [p.data for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.sampler_dtype)
+            yield
+        finally:
+            for parameter, weight in zip(parameters, present, strict=True):
+                parameter.data = weight
+
+    @contextmanager
+    def _lagging_weights(self) -> Iterator[int]:
         now = int(self.state.global_step)
         if not self.lag or not self.model.training:
             yield now

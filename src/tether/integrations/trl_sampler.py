@@ -16,6 +16,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from tether.errors import ConfigError, TetherWarning
+from tether.integrations.decoding import decode
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
 from tether.integrations.trl_lag import LaggedTrainer
@@ -38,9 +39,13 @@ class ReportingTrainer(LaggedTrainer):
             gradient, pi being the trainer's policy when the rollouts began (the decoupled form); None for no
             correction.
         sampler_tolerance: of vLLM, see `sampler_check.SamplerCheck`.
+        compact_rollouts: write responses with `decoding.decode` where Transformers would: each prompt is read
+            once for its group, and rows that have ended leave the batch. The same policy, other random
+            numbers.
 
     Raises:
-        ConfigError: a way to generate that does not report, or truncated sampling with a reference penalty.
+        ConfigError: a way to generate that does not report, truncated sampling with a reference penalty, or
+            compact rollouts of what `decoding` does not do.
         StaleSamplerError: a sampler without the weights it was given.
     """
 
@@ -52,11 +57,15 @@ class ReportingTrainer(LaggedTrainer):
         anchor: Anchor = "trainer",
         sampler_weight: float | None = None,
         sampler_tolerance: float | None = None,
+        compact_rollouts: bool = False,
         **kwargs: Any,
     ) -> None:
         check_choice("anchor", anchor, get_args(Anchor))
         self.anchor, self.sampler_weight, self.sampler_tolerance = anchor, sampler_weight, sampler_tolerance
+        self.compact_rollouts = compact_rollouts
         super().__init__(*args, **kwargs)
+        if compact_rollouts:
+            _check_compact(self)
         self._reported: list[list[float]] | None = None
         self._sampler: SampledPolicy | None = None  # of the batch being scored
         self._answers = 0  # scoring passes of TRL's that the records answer
@@ -104,11 +113,25 @@ class ReportingTrainer(LaggedTrainer):
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sampling_weights() as version:
             self._version = version
+            if self.compact_rollouts:
+                return self._decode(prompt_ids), None
             if not self._reports or self.use_vllm:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             with GenerationRecorder(self._sampling_model, self.support_top_k) as recorder:
                 completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             return completion_ids, recorder.records(completion_ids)
+
+    def _decode(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        training = self.model.training
+        self.model.eval()  # dropout is no part of the policy
+        try:
+            with self.accelerator.autocast():
+                return decode(
+                    self._sampling_model, prompt_ids, max_new_tokens=self.max_completion_length,
+                    temperature=self.temperature, end_ids=self.eos_token_ids,
+                )  # fmt: skip
+        finally:
+            self.model.train(training)
 
     def _generate(self, prompts: Any) -> Any:
         output = super()._generate(prompts)
@@ -139,7 +162,7 @@ class ReportingTrainer(LaggedTrainer):
 
     @property
     def _trl_scores(self) -> bool:
-        """Whether TRL asks for the old policy's log-probabilities of a batch of rollouts, as of 1.16."""
+        """Whether TRL asks for the old policy's log-probabilities of a batch of rollouts."""
         together = self.args.steps_per_generation * self.num_iterations
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return bool(self.args.gradient_accumulation_steps % together != 0 or corrects)
@@ -211,3 +234,25 @@ def _truncates(trainer: Any) -> dict[str, Any]:
         name: value for name, value in (trainer.args.generation_kwargs or {}).items() if name in neutral
     }
     return {name: value for name, value in given.items() if value not in (neutral[name], None)}
+
+
+def _check_compact(trainer: Any) -> None:
+    """Refuse what `decode` does not do.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    args = trainer.args
+    against = {
+        "vLLM writes the responses (use_vllm=True)": trainer.use_vllm,
+        "use_transformers_continuous_batching=True": trainer.use_transformers_continuous_batching,
+        f"anchor={trainer.anchor!r} or sampler_weight needs reports of the sampler": trainer._reports,
+        f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
+        f"sampling is truncated ({_truncates(trainer)})": bool(_truncates(trainer)),
+        f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,
+        f"generation_kwargs={args.generation_kwargs}": bool(args.generation_kwargs),
+        "the model reads more than text": getattr(trainer, "_is_vlm", False),
+    }
+    for reason, holds in against.items():
+        if holds:
+            raise ConfigError(f"compact_rollouts cannot be had: {reason}. Leave it off, or change that.")

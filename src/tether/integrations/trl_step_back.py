@@ -186,7 +186,7 @@ class StepBackCallback(TrainerCallback):
 
 def _evaluate(trainer: Any, inputs: dict[str, Any], old: OldTokens) -> Evaluation:
     """One pass of the network over a micro-batch, through TRL's scoring loop."""
-    packing = {"pack_sequences": True} if trainer.pack_sequences else {}
+    packing = {"pack_sequences": trainer.pack_sequences} if trainer.pack_sequences else {}
     evaluation = Evaluation(trainer.model, {"old_tokens": old, **packing})
     score: Callable[..., Any] = trainer._get_per_token_logps_and_entropies
     known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters

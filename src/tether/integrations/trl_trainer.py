@@ -33,8 +33,8 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, take_snapshot
-from tether.integrations.lag_metrics import lag_means, lag_sums
-from tether.integrations.packing import add_packing
+from tether.integrations.lag_metrics import by_process, lag_metrics
+from tether.integrations.packing import Packing, add_packing
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.sparse_head import add_sparse_head
 from tether.integrations.trl_evaluation import Evaluation
@@ -49,7 +49,9 @@ from tether.integrations.trl_old_policy import (
     unpack,
 )
 from tether.integrations.trl_sampler import ReportingTrainer
+from tether.integrations.trl_seam import scoring_of
 from tether.integrations.trl_step_back import StepBackCallback, StepBackOptions
+from tether.integrations.trl_step_scale import StepScale
 from tether.integrations.trl_warnings import warn_of_settings
 
 #: How each of TRL's loss types averages.
@@ -81,8 +83,12 @@ class OldPolicyTrainer(ReportingTrainer):
             `trl_kl_stop.StoppableTrainer`.
         step_back: the divergence in nats that the network itself is held to after each batch, or
             `trl_step_back.StepBackOptions`.
+        step_scale: the largest weight of a response, such as 2, for a learning rate that shrinks with the
+            effective number of an update's responses; see `trl_step_scale.StepScale`.
         support_top_k, support_mass: ids kept of each old distribution, as in `TROLLSettings`.
-        pack_sequences: run the model on a micro-batch without its padding; see `tether.integrations.packing`.
+        pack_sequences: run the model on a micro-batch without its padding; "shared": and compute once what
+            its sequences begin with alike, such as a group's prompt; see `tether.integrations.packing`.
+        compact_rollouts: see `trl_sampler.ReportingTrainer`.
         anchor: "sampler" to compare with the policy that sampled, from what its engine reports, instead of
             the one that TRL scores; sampler_weight, sampler_tolerance: see `trl_sampler.ReportingTrainer`.
             (From support_top_k on these are settings of `TROLLConfig` in `TROLLTrainer`.)
@@ -102,8 +108,9 @@ class OldPolicyTrainer(ReportingTrainer):
         *args: Any,
         support_top_k: int = TROLLSettings.top_k,
         support_mass: float = 1.0,
-        pack_sequences: bool = False,
+        pack_sequences: Packing = False,
         step_back: StepBackOptions | float | None = None,
+        step_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.support_top_k, self.support_mass = support_top_k, support_mass
@@ -122,6 +129,9 @@ class OldPolicyTrainer(ReportingTrainer):
         self._start_estimator()
         if step_back is not None:
             self.add_callback(StepBackCallback(self, step_back))
+        self._step_scale = None if step_scale is None else StepScale(self, step_scale)
+        if self._step_scale is not None:
+            self.add_callback(self._step_scale)
 
     @property
     def _base_model(self) -> Any:
@@ -201,8 +211,8 @@ class OldPolicyTrainer(ReportingTrainer):
     ) -> Any:
         if self._answers_scoring(model):
             return self._reported_log_probs(input_ids, logits_to_keep), None, None
-        score = super()._get_per_token_logps_and_entropies
-        packing = {"pack_sequences": True} if self.pack_sequences else {}
+        of_trl = super()._get_per_token_logps_and_entropies
+        packing = {"pack_sequences": self.pack_sequences} if self.pack_sequences else {}
         recording = self._recorded is not None and model is self.model
         if isinstance(model, Evaluation):
             evaluation = model
@@ -210,8 +220,8 @@ class OldPolicyTrainer(ReportingTrainer):
             evaluation = Evaluation(model, {**packing, **self._own_support, "keep_hidden": self.keep_hidden})
         else:  # the reference policy
             stand_in = Evaluation(model, packing) if packing else model
-            return score(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        log_probs, entropies, *rest = score(
+            return of_trl(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        log_probs, entropies, *rest = scoring_of(self, of_trl)(
             evaluation, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
         evaluation.keep(log_probs, entropies)
@@ -237,13 +247,15 @@ class OldPolicyTrainer(ReportingTrainer):
             return super()._compute_loss(model, inputs)
         keywords = self._evaluation_keywords(inputs)
         if self.pack_sequences:
-            keywords = {**keywords, "pack_sequences": True}
+            keywords = {**keywords, "pack_sequences": self.pack_sequences}
         evaluation = Evaluation(model, keywords)
         loss: Tensor = super()._compute_loss(evaluation, self._inputs_of_trl(inputs))
         if IDS not in inputs:  # every batch of rollouts serves one update: the policy is its own old policy
             own = Recorded(evaluation.log_probs.detach(), evaluation.support.detach(), None)
             inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs}
         tokens = self._project(evaluation, inputs)
+        if self._step_scale is not None and self.model.training:
+            self._step_scale.count(inputs, evaluation.log_probs, inputs["old_per_token_logps"])
         objective = self._objective(tokens, evaluation, inputs)
         self._log_tokens(tokens, objective.metrics, inputs)
         if self._entropy_bonus_enabled:  # TRL then logs what it takes for the whole policy loss
@@ -288,26 +300,14 @@ class OldPolicyTrainer(ReportingTrainer):
         self._count_moved(tokens.kl, mask)
         others = {name: value for name, value in of_objective.items() if name not in _MEASURED_ALREADY}
         metrics = {**others, **tokens.metrics(mask)}
-        acted = (tokens.projected & (mask > 0)).sum()
-        row = torch.stack([mask.sum(), acted, *metrics.values()]).float()
-        # One column a process and one wait: the numbers that follow are plain Python.
-        counted_by, acted_by, *columns = self.accelerator.gather(row[None]).t().tolist()
         mode = "train" if self.model.training else "eval"
-        for name, values in zip(metrics, columns, strict=True):
-            if name.endswith("_max"):
-                combined = max(values)
-            else:
-                combined = _weighted_mean(values, acted_by if name == "mean_step" else counted_by)
-            self._metrics[mode][f"trust_region/{name}"].append(combined)
+        sink = self._metrics[mode]
+        for name, values, weights in by_process(self.accelerator, metrics, tokens, mask):
+            combined = max(values) if name.endswith("_max") else _weighted_mean(values, weights)
+            sink[f"trust_region/{name}"].append(combined)
         if self.anchor == "sampler" and mode == "train":
-            self._log_lag(tokens, mask, inputs)
-
-    def _log_lag(self, tokens: ProjectedTokens, mask: Tensor, inputs: dict[str, Any]) -> None:
-        lag = self._lag(inputs)
-        sums = self.accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
-        oldest = self.accelerator.gather(lag).max().item()
-        for name, mean in {**lag_means(sums), "lag": oldest}.items():
-            self._metrics["train"][f"trust_region/{name}"].append(mean)
+            for name, mean in lag_metrics(self.accelerator, tokens, self._lag(inputs), mask).items():
+                sink[f"trust_region/{name}"].append(mean)
 
 
 class ObjectiveTrainer(OldPolicyTrainer):
@@ -337,7 +337,7 @@ class ObjectiveTrainer(OldPolicyTrainer):
         }
 
     def _share(self, inputs: dict[str, Any]) -> Tensor | float:
-        """From the average over a micro-batch to its part in an update, as TRL weighs it (1.16)."""
+        """From the average over a micro-batch to its part in an update, as TRL weighs it."""
         training = self.model.training
         accumulation = self.current_gradient_accumulation_steps if training else 1.0
         if self.loss_type != "dapo":

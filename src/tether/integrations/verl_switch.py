@@ -83,7 +83,7 @@ def _installed() -> str:
         warnings.simplefilter("ignore")  # verl names every engine whose framework is not installed
         from tether.integrations.verl.environment import TESTED
 
-    known = "tested" if version in TESTED else f"untested; tested are {' and '.join(TESTED)}"
+    known = "tested" if TESTED.covers(version) else f"untested; tested is {TESTED}"
     return f"verl {version} is installed here ({known}), and has all that the plug-in stands on."
 
 

@@ -7,6 +7,9 @@ would go on with the old one, in silence.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,3 +24,26 @@ def reload_weights(generation: Any) -> None:
         llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
+
+
+@contextmanager
+def engine_in_process(**options: Any) -> Iterator[None]:
+    """While TRL makes a trainer with a colocated vLLM on a CPU: its engine in this process, with options that
+    TRL has no setting for.
+
+    Args:
+        options: of `vllm.LLM`, such as ``dtype``.
+    """
+    import functools
+
+    from trl.generation import vllm_generation
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or weights could not be handed over
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    made = vllm_generation.LLM
+    # Compiling takes minutes, which a CPU does not earn back.
+    vllm_generation.LLM = functools.partial(made, enforce_eager=True, **options)
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = made

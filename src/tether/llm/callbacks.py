@@ -39,6 +39,11 @@ _METRICS = {
     "clip_ratio/region_mean": "clipped",
     "kl": "reference_kl",
     "step_time": "step_seconds",
+    # TRL's asynchronous trainer.
+    "perf/step_s": "step_seconds",
+    "perf/rollout_wait_s": "rollout_wait_seconds",
+    "perf/weight_sync_s": "transfer_seconds",
+    "sample/dropped_stale_total": "dropped_stale",
     **{
         f"trust_region/{name}": name
         for name in (
@@ -46,7 +51,7 @@ _METRICS = {
             *("regression", "tail_mass", "certified", "uncertain", "old_policy_bytes", "stopped", "lag"),
             # What a rival's loss measures; its clip replaces TRL's, which never acts then.
             *("clipped", "ratio_mean", "ratio_max", "weight_mean", "covariance_mean"),
-            *("divergence_mean", "divergence_max", "sampler_mismatch"),
+            *("divergence_mean", "divergence_max", "sampler_mismatch", "effective_share"),
         )
     },
     "step_back/fraction": "network_kept",
@@ -82,6 +87,7 @@ class MetricsCallback(TrainerCallback):
         self._responses = config.prompts_per_rollout * config.responses_per_prompt
         self._meter = meter
         self._taken: dict[str, float] = {}
+        self._asynchronous = config.rollouts == "vllm-async"
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure this step alone."""
@@ -96,12 +102,26 @@ class MetricsCallback(TrainerCallback):
         if not logs or "loss" not in logs:  # the summary at the end of training
             return
         numbers = {ours: float(logs[theirs]) for theirs, ours in _METRICS.items() if theirs in logs}
+        if self._asynchronous:  # which estimates KL(new || sampler) under that name
+            numbers.pop("reference_kl", None)
         numbers |= {name: float(value) for name, value in logs.items() if name.startswith(PARTS)}
         if "truncated" in numbers:  # logged where responses were written: a share, and how many that is
             numbers["truncated_responses"] = round(numbers["truncated"] * self._responses)
         numbers |= self._taken
         self._run.log(state.global_step, **numbers)
         self._progress.update(state.global_step, **numbers)
+
+
+class TrackerCallback(TrainerCallback):
+    """Every number TRL logs, under its own name, to the run's trackers."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """As ``trl/<name>``."""
+        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        self._run.track("trl", state.global_step, numbers)
 
 
 class EvaluationCallback(TrainerCallback):
@@ -269,14 +289,6 @@ def _any_of(accelerator: Accelerator, mine: bool) -> bool:
         return mine
     flag = torch.tensor([float(mine)], device=accelerator.device)
     return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
-
-
-def tensorboard_callback(folder: Path) -> TrainerCallback:
-    """Every number TRL logs, under its own names, as event files in ``folder``."""
-    from torch.utils.tensorboard.writer import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
 @contextmanager

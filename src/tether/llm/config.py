@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.experiments.trackers import TrackerName
+from tether.llm.async_settings import check_async
 from tether.llm.choices import chosen, refuse_former, split_choices
 from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import TROLL, LossMethod, Method, find_method
 from tether.llm.saved_settings import MOVED
-from tether.settings import Anchor, check_kl_stop
+from tether.settings import Anchor, check_kl_stop, check_step_scale
 from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
     "output", "resume", "seed", "threads", "damaged_checkpoint", "preflight", "report_to", "push_to_hub",
+    "vllm_port",
 )  # fmt: skip
 
 #: Settings that are one of several things, each with options of its own.
@@ -53,6 +56,9 @@ class TrainConfig:
     """step_back: what is held to the budget: the tokens' mean, their largest, or a quantile such as 0.99."""
     step_back_every: int | None = None
     """step_back: also measure after every so many updates of a batch; by default after the last alone."""
+    step_scale: float | None = None
+    """Scale an update's learning rate by the root of its responses' effective share (VCPO), none of their
+    weights being more than this, such as 2."""
     name: str | None = None
     """What the run is called in tables and legends; by default its method."""
 
@@ -82,6 +88,8 @@ class TrainConfig:
     """Weight of the KL penalty towards the starting model (TRL's beta); needs LoRA or a model on disk."""
     temperature: float = 1.0
     """Sampling temperature, in training and held-out sampling."""
+    top_p: float = 1.0
+    """While training, sample from the likeliest tokens that hold this much probability together."""
     max_response_tokens: int | None = None
     """Longest response; by default what suits the task."""
     mask_truncated: bool = False
@@ -89,21 +97,33 @@ class TrainConfig:
     chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
 
-    rollouts: Literal["transformers", "vllm"] = "transformers"
-    """What writes the responses while training."""
+    rollouts: Literal["transformers", "compact", "vllm", "vllm-async"] = "transformers"
+    """What writes the responses while training. compact: Transformers too, but each prompt is read once for
+    all of its responses and rows that have ended leave the batch; fastest without vLLM, and used for
+    evaluations as well. vllm: in turns with updates; vllm-async: all the time, on a server of its own, with
+    TROLL or the clip around the policy that sampled."""
+    max_lag: int = 4
+    """vllm-async: the most updates a response may be behind when it is used; older ones are dropped."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """vLLM: on the training GPUs, or a server of its own (trl vllm-serve, vllm serve)."""
     vllm_server: str | None = None
-    """vLLM: address of the server, such as http://localhost:8000."""
+    """vLLM: address of the server, such as http://localhost:8000; vllm-async starts its own without one."""
+    vllm_port: int | None = None
+    """vllm-async: port of the server that it starts; by default a free one."""
+    vllm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """vLLM started here: type of its weights, by default that of the trainer's (colocated: on a CPU)."""
     vllm_memory: float = 0.3
     """vLLM: share of each GPU's memory it may take when colocated."""
     anchor: Anchor = "trainer"
     """Which policy an update is kept close to: the trainer's own when the rollouts began, which its network
-    scores; or the one that sampled, from the log-probabilities that its engine reports."""
+    scores; or the one that sampled (vllm-async: always), from the log-probabilities that its engine
+    reports."""
     sampler_weight: float | None = None
     """anchor trainer: weigh the policy gradient by min(trainer / sampler, this), the decoupled form."""
     lag: int = 0
     """Sample from the policy of so many updates ago, in one process: stale data on purpose, for studies."""
+    sampler_dtype: Literal["as_trained", "bfloat16"] = "as_trained"
+    """What the sampling model computes in: an engine's arithmetic on purpose, for studies."""
 
     lora_rank: int | None = None
     """Train low-rank adapters of this rank instead of all weights."""
@@ -117,6 +137,9 @@ class TrainConfig:
     """Recompute activations in the backward pass to save memory."""
     pack_sequences: bool = False
     """Run the model on a micro-batch's tokens without their padding; pays where lengths differ."""
+    share_prefixes: bool = False
+    """Compute once what the sequences of a micro-batch begin with alike, such as the prompt of a group, and
+    leave out padding; pays where prompts are long."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto" uses an accelerator where there is one."""
     threads: int | None = None
@@ -140,8 +163,9 @@ class TrainConfig:
     """On resume, what to do with a checkpoint whose files are not those that were written."""
     preflight: Literal["warn", "refuse", "off"] = "warn"
     """Checks before training: stop at what cannot work and warn of the rest, stop at both, or no checks."""
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers that get every number TRL logs; the run's folder holds TensorBoard files in any case."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the run's numbers, and TRL's own; the run's folder holds TensorBoard files in any
+    case."""
     push_to_hub: str | None = None
     """Upload the trained model, with its card, to this repository of the Hugging Face hub."""
 
@@ -164,11 +188,14 @@ class TrainConfig:
             )
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ConfigError(f"temperature must be positive, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
         self._check_method()
         self._check_batches()
         self._check_hardware()
+        check_async(self)
 
     def _check_method(self) -> None:
         if isinstance(self.method, LossMethod) and self.estimator.name == "gspo":
@@ -178,6 +205,7 @@ class TrainConfig:
                 "estimator."
             )
         check_kl_stop(self.kl_stop)
+        check_step_scale(self.step_scale)
         _check_step_back(self)
         if self.estimator.spec.critic and self.quantization != "none":
             raise ConfigError(
@@ -193,10 +221,11 @@ class TrainConfig:
             )
         if not 0 < self.vllm_memory < 1:
             raise ConfigError(f"vllm_memory is a share of a GPU's memory, in (0, 1); got {self.vllm_memory}.")
-        if self.vllm_server is not None and (self.rollouts != "vllm" or self.vllm_mode != "server"):
+        uses_server = self.rollouts == "vllm-async" or (self.rollouts, self.vllm_mode) == ("vllm", "server")
+        if self.vllm_server is not None and not uses_server:
             raise ConfigError(
-                f"vllm_server={self.vllm_server!r} is used by rollouts='vllm' with vllm_mode='server' alone; "
-                f"got rollouts={self.rollouts!r}, vllm_mode={self.vllm_mode!r}."
+                f"vllm_server={self.vllm_server!r} is used by rollouts='vllm' with vllm_mode='server' and by "
+                f"rollouts='vllm-async'; got rollouts={self.rollouts!r}, vllm_mode={self.vllm_mode!r}."
             )
         if self.push_to_hub is not None and self.push_to_hub.count("/") > 1:
             raise ConfigError(f"push_to_hub takes 'owner/name' or 'name', got {self.push_to_hub!r}.")

@@ -54,6 +54,7 @@ def evaluate_model(
     batch_size: int = 256,
     seed: int = 0,
     chat_template_options: Mapping[str, Any] | None = None,
+    compact: bool = False,
 ) -> Evaluation:
     """Answer each problem `samples` times by sampling and once greedily, and check the answers.
 
@@ -66,10 +67,11 @@ def evaluate_model(
         samples, temperature, max_response_tokens, batch_size, seed: of sampling; the response length is
             the task's unless given.
         chat_template_options: variables of the model's chat template.
+        compact: how `tether.llm.generate.answer` writes.
     """
     ask = functools.partial(
         answer_and_judge, model, tokenizer, task, max_response_tokens=max_response_tokens,
-        batch_size=batch_size, seed=seed, chat_template_options=chat_template_options,
+        batch_size=batch_size, seed=seed, chat_template_options=chat_template_options, compact=compact,
     )  # fmt: skip
     sampled = [verdict for _, verdict in ask(list(problems) * samples, temperature=temperature)]
     greedy = [verdict for _, verdict in ask(problems, temperature=None)]

@@ -16,7 +16,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from tether.errors import TrainingStoppedError
+from tether.errors import EngineError, TrainingStoppedError
 from tether.experiments import RunFolder, atomic_write_json
 from tether.llm.config import TrainConfig
 from tether.llm.saving import UNFINISHED
@@ -24,7 +24,7 @@ from tether.llm.saving import UNFINISHED
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
 
-Cause = Literal["memory", "disk", "numbers"]
+Cause = Literal["memory", "disk", "numbers", "engine"]
 
 FAILURE_FILE = "failure.json"
 """Written into the run folder: step, batch and its problems, cause, last good checkpoint."""
@@ -37,6 +37,7 @@ _WHAT = {
     "memory": "Memory ran out",
     "disk": "The disk refused to take more (full, or a limit on the size of files)",
     "numbers": "Numbers are no longer finite",
+    "engine": "What writes the responses has stopped",
 }
 _REMEDY = {
     "memory": (
@@ -48,8 +49,10 @@ _REMEDY = {
         "Going on with the same settings leads here again. Begin a new run with a lower learning_rate or "
         "max_grad_norm, in float32, from the starting model or from the checkpoint (--model CHECKPOINT)."
     ),
+    "engine": "See vllm.log in the run's folder, and the system's log for processes that it ended.",
 }
-_GO_ON = {"memory": " Then continue with --resume.", "disk": " Then continue with --resume.", "numbers": ""}
+_CONTINUE = " Then continue with --resume."
+_GO_ON = {"memory": _CONTINUE, "disk": _CONTINUE, "numbers": "", "engine": _CONTINUE}
 
 
 class NotFiniteError(ArithmeticError):
@@ -113,6 +116,8 @@ def cause_of(error: Exception) -> Cause | None:
     text = str(error)
     if isinstance(error, NotFiniteError) or _NUMBER_TEXT in text:
         return "numbers"
+    if isinstance(error, EngineError):
+        return "engine"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return "memory"
     if isinstance(error, OSError) and error.errno in _FULL_DISK:

@@ -17,6 +17,7 @@ from tether.names import unknown
 from tether.settings import LagBound, LagGrowth, TROLLSettings, check_support_size
 
 if TYPE_CHECKING:
+    from tether.integrations.packing import Packing
     from tether.integrations.trl import OldPolicyTrainer
 
 Settings = dict[str, Any]
@@ -33,7 +34,7 @@ class Method(Choice):
         """The method's name in tables and legends."""
         return self.title or self.name
 
-    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: Packing) -> OldPolicyTrainer:
         """The trainer that has it.
 
         Args:
@@ -70,7 +71,7 @@ class TROLL(TROLLSettings, Method):
         except InvalidInputError as error:
             raise ConfigError(f"method.{error}") from error
 
-    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: Packing) -> OldPolicyTrainer:
         """`TROLLTrainer`."""
         from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
@@ -79,7 +80,7 @@ class TROLL(TROLLSettings, Method):
         own |= {name: arguments[name] for name in ("anchor", "sampler_weight") if name in arguments}
         config = TROLLConfig(
             **settings, **{f"troll_{name}": value for name, value in own.items()},
-            troll_pack_sequences=pack_sequences,
+            troll_pack_sequences=bool(pack_sequences), troll_share_prefixes=pack_sequences == "shared",
         )  # fmt: skip
         return TROLLTrainer(args=config, **{n: v for n, v in arguments.items() if n not in own})
 
@@ -97,7 +98,7 @@ class Rival(Method):
         """Refuse what cannot be meant."""
         check_support_size(self.top_k, self.mass)
 
-    def _looking(self, pack_sequences: bool) -> dict[str, Any]:
+    def _looking(self, pack_sequences: Packing) -> dict[str, Any]:
         return {
             "support_top_k": self.top_k, "support_mass": self.mass, "pack_sequences": pack_sequences
         }  # fmt: skip
@@ -114,7 +115,7 @@ class NoTrustRegion(Rival):
         """How far a ratio may fall and rise."""
         return math.inf, math.inf
 
-    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: Packing) -> OldPolicyTrainer:
         """`OldPolicyTrainer`."""
         from trl import GRPOConfig
 
@@ -182,7 +183,7 @@ class LossMethod(Rival):
         )
         return f"{self.name} {words}".strip()
 
-    def build(self, settings: Settings, arguments: Settings, pack_sequences: bool) -> OldPolicyTrainer:
+    def build(self, settings: Settings, arguments: Settings, pack_sequences: Packing) -> OldPolicyTrainer:
         """`PolicyLossTrainer`."""
         from trl import GRPOConfig
 

@@ -13,6 +13,7 @@ import torch
 
 from tether.errors import ConfigError, TetherWarning
 from tether.llm.config import TrainConfig
+from tether.llm.rollouts import engine_memory
 from tether.llm.tasks import Task
 
 if TYPE_CHECKING:
@@ -121,19 +122,24 @@ def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding
 
 def _memory(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
     available, place = available_memory(config.device)
-    if config.rollouts == "vllm" and config.vllm_mode == "colocate":
-        available = int(available * (1 - config.vllm_memory))
+    served = engine_memory(config, estimate.parameters)
+    if served and place == "GPU memory":
+        available, served = int(available * (1 - config.vllm_memory)), 0
     parts = (
         f"weights {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer "
         f"{_gb(estimate.optimizer)}"
         + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
         + (f", critic {_gb(estimate.critic)}" if estimate.critic else "")
+        + (f", vLLM {_gb(served)}" if served else "")
     )
-    needed = f"{estimate.parameters:,} parameters need {_gb(estimate.fixed)} ({parts}), and {_gb(available)}"
+    fixed = estimate.fixed + served
+    needed = f"{estimate.parameters:,} parameters need {_gb(fixed)} ({parts}), and {_gb(available)}"
     remedy = "Set lora_rank (quantization='nf4' on CUDA), dtype='bfloat16', or take a smaller model."
-    if estimate.fixed > available:
+    if served:
+        remedy += " Without vLLM: rollouts='transformers'."
+    if fixed > available:
         yield Finding(f"{needed} of {place} are free. {remedy}", True)
-    elif estimate.fixed > _CROWDED * available:
+    elif fixed > _CROWDED * available:
         yield Finding(f"{needed} of {place} are free, which leaves little to compute with. {remedy}", False)
 
 

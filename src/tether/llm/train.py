@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ import torch
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
+from tether.experiments.trackers import check_trackers
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
+from tether.llm.rollouts import able_to_generate, check_vllm, server_at_hand
 from tether.llm.run_kind import LLM_RUNS
 from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 # Settings of a run that may be different when it is continued: how much, and what memory takes.
 _MAY_CHANGE = (
     "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
+    "vllm_server", "share_prefixes",
 )  # fmt: skip
 
 
@@ -56,7 +59,9 @@ def train(config: TrainConfig) -> RunFolder:
     task = make_task(config.task, **config.task_options)
     with closing(task):
         problems = task.problems(config.eval_split, config.eval_problems, 0)
+        check_vllm(config, on_cpu=_device(config).type == "cpu" and sharding() != "everything")
         check_before_loading(config, task)
+        check_trackers(config.report_to)
         if config.push_to_hub is not None:
             check_hub_access(config.push_to_hub)
         model, tokenizer = load_model_and_tokenizer(
@@ -105,14 +110,17 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         resume=config.resume,
         may_change=_MAY_CHANGE,
         current_settings=LLM_RUNS.current_settings,
-        tensorboard=True,
+        trackers=("tensorboard", *config.report_to),
     ) as run:
         yield run
 
 
 def _build(config: TrainConfig, model: Any, tokenizer: Any, task: Any) -> OldPolicyTrainer:
     """The trainer, built before the run's folder so that a refusal leaves nothing behind."""
-    from tether.llm.trainers import make_trainer
+    if config.rollouts == "vllm-async":
+        from tether.llm.async_training import make_async_trainer as make_trainer
+    else:
+        from tether.llm.trainers import make_trainer
 
     # TRL makes its output folder at once; checkpoints go elsewhere (`_save_checkpoint`).
     with tempfile.TemporaryDirectory() as folder:
@@ -154,13 +162,17 @@ def _run(
         trainer.args.output_dir = str(config.output / UNFINISHED)
         trainer.remove_callback(PrinterCallback)
         evaluate = functools.partial(
-            evaluate_model, trainer.model, tokenizer, task, problems,
+            _in_the_precision_of_rollouts, config, trainer, evaluate_model, trainer.model, tokenizer, task,
+            problems,
             samples=config.eval_samples, temperature=config.temperature,
             max_response_tokens=config.max_response_tokens,
-            chat_template_options=config.chat_template_options,
+            chat_template_options=config.chat_template_options, compact=config.rollouts == "compact",
         )  # fmt: skip
         stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, activity)
-        with stopping_on_interrupt(stop, progress.message):
+        with (
+            stopping_on_interrupt(stop, progress.message),
+            server_at_hand(config, trainer, tokenizer, progress.message),
+        ):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
         if trainer.state.global_step < config.steps:
             progress.message(
@@ -173,6 +185,14 @@ def _run(
         run.mark_finished()
         if config.push_to_hub is not None:
             upload(run.path / "model", config.push_to_hub, progress.message)
+
+
+def _in_the_precision_of_rollouts(
+    config: TrainConfig, trainer: OldPolicyTrainer, evaluate: Callable[..., Evaluation], *args: Any, **kw: Any
+) -> Evaluation:
+    """Evaluate as the responses of training are written."""
+    with trainer.accelerator.autocast() if config.rollouts == "compact" else nullcontext():
+        return evaluate(*args, **kw)
 
 
 def _starting_point(
@@ -209,7 +229,7 @@ def _add_callbacks(
         EvaluationCallback,
         MetricsCallback,
         SamplesCallback,
-        tensorboard_callback,
+        TrackerCallback,
     )
     from tether.llm.failures import FiniteGradients
 
@@ -218,9 +238,11 @@ def _add_callbacks(
         # From here on memory counts: the model is loaded, the checkpoint to continue from is not.
         meter = StepMeter(trainer.accelerator.device)
         trainer.add_callback(MetricsCallback(run, progress, config, meter))
-        if "tensorboard" in config.report_to:
-            trainer.add_callback(tensorboard_callback(run.path / "tensorboard" / "trl"))
-    trainer.add_callback(EvaluationCallback(run, progress, evaluate, config, activity))
+        if config.report_to:
+            trainer.add_callback(TrackerCallback(run))
+    trainer.add_callback(
+        EvaluationCallback(run, progress, able_to_generate(config, trainer, evaluate), config, activity)
+    )
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
         samples.watch(trainer)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.errors import ConfigError, MissingDependencyError
+from tether.errors import ConfigError
 from tether.llm.config import TrainConfig
 from tether.llm.process import process_count
+from tether.llm.rollouts import colocated_engine, vllm_settings
 from tether.llm.tasks import Task, reward_function, to_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tether.integrations.packing import Packing
     from tether.integrations.trl import OldPolicyTrainer
 
 # AdamW is TRL's default. SGD has the momentum of AdamW's first moment: what differs is the normalisation.
@@ -31,32 +32,57 @@ def make_trainer(
     folder: Path,
 ) -> OldPolicyTrainer:
     """The trainer a config asks for; all of them measure how far the policy moves."""
+    import torch
+
     arguments: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward_function(task),
-        "train_dataset": _problems_in_training_order(config, task),
+        "train_dataset": problems_in_training_order(config, task),
         "processing_class": tokenizer,
-        "peft_config": _lora(config),
+        "peft_config": lora(config),
     }
     arguments |= {
         "estimator": config.estimator.for_trainer(),
         "kl_stop": config.kl_stop,
         "step_back": _step_back(config),
+        "step_scale": config.step_scale,
         "anchor": config.anchor,
         "sampler_weight": config.sampler_weight,
         "lag": config.lag,
+        "sampler_dtype": None if config.sampler_dtype == "as_trained" else torch.bfloat16,
+        "compact_rollouts": config.rollouts == "compact",
     }
     settings = _trl_settings(config, task, folder)
-    return config.method.build(settings, arguments, config.pack_sequences)
+    packing: Packing = "shared" if config.share_prefixes else config.pack_sequences
+    with colocated_engine(config, model, on_cpu=_on_cpu(config)):
+        return config.method.build(settings, arguments, packing)
 
 
 def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
-    import torch
-
     accumulation = config.responses_per_update // config.responses_per_micro_batch
-    cpu = config.device == "cpu" or not torch.accelerator.is_available()
     return {
         **config.estimator.spec.trl,
+        **training_settings(config, task, folder),
+        "steps_per_generation": config.updates_per_rollout * accumulation,
+        "beta": config.reference_penalty,
+        "mask_truncated_completions": config.mask_truncated,
+        "chat_template_kwargs": dict(config.chat_template_options),
+        **vllm_settings(config, on_cpu=_on_cpu(config)),
+        # The order is ours (below), and the same after a resume in whichever epoch.
+        "shuffle_dataset": False,
+    }
+
+
+def _on_cpu(config: TrainConfig) -> bool:
+    import torch
+
+    return config.device == "cpu" or not torch.accelerator.is_available()
+
+
+def training_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
+    """Settings of TRL's that every trainer takes, synchronous or not."""
+    cpu = _on_cpu(config)
+    return {
         "output_dir": str(folder),
         "use_cpu": cpu,
         "ddp_backend": "gloo" if cpu and process_count() > 1 else None,
@@ -64,12 +90,11 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         "seed": config.seed,
         "max_steps": config.steps,
         "per_device_train_batch_size": _responses_per_process(config),
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_generation": config.updates_per_rollout * accumulation,
+        "gradient_accumulation_steps": config.responses_per_update // config.responses_per_micro_batch,
         "num_generations": config.responses_per_prompt,
         "max_completion_length": config.max_response_tokens or task.max_response_tokens,
         "temperature": config.temperature,
-        "beta": config.reference_penalty,
+        "top_p": config.top_p,
         "learning_rate": config.learning_rate,
         **_OPTIMIZERS[config.optimizer],
         "lr_scheduler_type": "constant_with_warmup",
@@ -77,17 +102,12 @@ def _trl_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, An
         "weight_decay": 0.0,
         "max_grad_norm": config.max_grad_norm,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "mask_truncated_completions": config.mask_truncated,
-        "chat_template_kwargs": dict(config.chat_template_options),
-        **_vllm(config, cpu),
         # A NaN must be seen (tether.llm.failures), not replaced by an average.
         "logging_nan_inf_filter": False,
-        # The order is ours (below), and the same after a resume in whichever epoch.
-        "shuffle_dataset": False,
         "dataloader_pin_memory": not cpu,
         "save_strategy": "no",
         "eval_strategy": "no",
-        "report_to": _trackers(config),
+        "report_to": "none",  # the run's trackers get TRL's numbers too
         "run_name": f"{config.output.name}, {config.label}, seed {config.seed}",
         "logging_steps": 1,
         "disable_tqdm": True,
@@ -105,42 +125,7 @@ def _responses_per_process(config: TrainConfig) -> int:
     return config.responses_per_micro_batch // processes
 
 
-def _trackers(config: TrainConfig) -> list[str]:
-    """The trackers TRL reports to; TensorBoard is fed by the run, into its own folder."""
-    chosen: list[str] = [name for name in config.report_to if name != "tensorboard"]
-    for name in chosen:
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(
-                f"report_to names {name}, which is not installed: pip install {name}"
-            )
-    return chosen or ["none"]
-
-
-def _vllm(config: TrainConfig, cpu: bool) -> dict[str, Any]:
-    """TRL's settings of vLLM; refused where it cannot run rather than replaced."""
-    if config.rollouts != "vllm":
-        return {}
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingDependencyError(
-            "rollouts='vllm' needs vLLM, which is not installed: pip install 'trl[vllm]', or use "
-            "rollouts='transformers'."
-        )
-    if cpu:
-        raise ConfigError(
-            "rollouts='vllm' hands weights over on the GPU, and this run has none (device "
-            f"{config.device!r}). Use rollouts='transformers'."
-        )
-    settings: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
-    if config.vllm_mode == "colocate":
-        return settings | {"vllm_gpu_memory_utilization": config.vllm_memory}
-    if config.vllm_server is None:
-        raise ConfigError(
-            "vllm_mode='server' needs the server's address: set vllm_server, such as http://localhost:8000."
-        )
-    return settings | {"vllm_server_base_url": config.vllm_server}
-
-
-def _problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
+def problems_in_training_order(config: TrainConfig, task: Task) -> Dataset:
     """As many problems as the run will see, each pass over the data in a new order."""
     rollouts = math.ceil(config.steps / config.updates_per_rollout)
     needed = rollouts * config.prompts_per_rollout
@@ -162,7 +147,8 @@ def _step_back(config: TrainConfig) -> Any:
     return StepBackOptions(config.step_back, config.step_back_statistic, every=config.step_back_every)
 
 
-def _lora(config: TrainConfig) -> Any:
+def lora(config: TrainConfig) -> Any:
+    """Adapters, if they are asked for."""
     if config.lora_rank is None:
         return None
     from peft import LoraConfig

@@ -150,6 +150,7 @@ class BoxPushingAdapter(JointAdapter):
 
     joints = slice(7)
     num_dof = 7
+    position_units = ("rad",) * 7
     horizon = BoxPushingEnv.horizon
     dt = 0.02
     extra_names = ("goal_distance", "goal_angle", "energy")

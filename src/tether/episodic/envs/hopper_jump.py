@@ -133,6 +133,7 @@ class HopperJumpAdapter(JointAdapter):
 
     joints = slice(3, 6)
     num_dof = 3
+    position_units = ("rad",) * 3
     horizon = HopperJumpEnv.horizon
     dt = 0.008
     context_indices = (3, 4, 5, 15)

@@ -101,6 +101,7 @@ class MetaWorldAdapter(PositionControlledEnv):
     """The hand's mocap body and the gripper follow the trajectory; context: the whole first observation."""
 
     num_dof = 4
+    position_units = ("m", "m", "m", "1")
     horizon = MetaWorldEnv.horizon
     dt = 0.0125
     extra_names = ("object_to_target",)

@@ -58,6 +58,7 @@ class PointReachAdapter(PositionControlledEnv):
     """The point follows a desired path by a PD controller; the goal is the context."""
 
     num_dof = 2
+    position_units = ("m", "m")
     horizon = PointReachEnv.horizon
     dt = PointReachEnv.dt
     context_indices = (0, 1)

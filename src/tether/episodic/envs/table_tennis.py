@@ -222,6 +222,7 @@ class TableTennisAdapter(JointAdapter):
 
     joints = slice(7)
     num_dof = 7
+    position_units = ("rad",) * 7
     horizon = TableTennisEnv.horizon
     dt = 0.008
     context_indices = (14, 15, 17, 18)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 
-from tether.errors import MissingDependencyError, TetherWarning
+from tether.errors import MissingDependencyError
+from tether.integrations.seams import Tested, require
 
-#: The versions of verl it was tested with, the one to install last.
-TESTED = ("0.9.0", "0.9.1")
+#: The versions of verl it is tested with.
+TESTED = Tested("verl", "0.9.0", "0.9.1")
 
 _INSTALL = "pip install 'tether-rl[verl]'"
 
@@ -24,7 +24,7 @@ def check_environment() -> None:
         from verl import __version__ as version
     except ImportError as error:
         raise MissingDependencyError(
-            f"tether.integrations.verl needs verl {TESTED[-1]} ({error}). Install it, in an environment of "
+            f"tether.integrations.verl needs {TESTED} ({error}). Install it, in an environment of "
             f"its own without TRL, with: {_INSTALL}"
         ) from error
     check_version(version)
@@ -38,22 +38,11 @@ def check_version(version: str) -> None:
     Raises:
         MissingDependencyError: with what has moved, and the command that installs the right one.
     """
-    if version in TESTED:
+    if TESTED.covers(version):
         return
     from tether.integrations.verl.seam import moved
 
-    tested = f"tether.integrations.verl was tested with verl {' and '.join(TESTED)}, and this is {version}"
-    troubles = moved()
-    if troubles:
-        raise MissingDependencyError(
-            f"{tested}, which differs where it matters:\n  - " + "\n  - ".join(troubles) + "\nInstall the "
-            f"tested one with: pip install 'verl=={TESTED[-1]}'"
-        )
-    warnings.warn(
-        f"{tested}. Everything the plug-in stands on is where it was, but nobody has trained with it.",
-        TetherWarning,
-        stacklevel=2,
-    )
+    require("tether.integrations.verl", TESTED, version, moved())
 
 
 def _check_trl() -> None:

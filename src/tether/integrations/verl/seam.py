@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from typing import Any
+from tether.integrations import seams
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
@@ -152,54 +150,4 @@ FIELDS: dict[str, set[str]] = {
 
 def moved() -> list[str]:
     """What the installed verl does not have, or does otherwise."""
-    return [trouble for check in (_signatures, _sources, _fields) for trouble in check()]
-
-
-def find(place: str) -> Any:
-    """The object at "module:name", or None."""
-    module, _, path = place.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError:
-        return None
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-def _signatures() -> list[str]:
-    troubles = []
-    for place, expected in SIGNATURES.items():
-        function = find(place)
-        found = None if function is None else list(inspect.signature(function).parameters)
-        if found != expected:
-            troubles.append(f"{place} takes {_listed(expected)}; found {_listed(found)}")
-    return troubles
-
-
-def _sources() -> list[str]:
-    troubles = []
-    for fact, place, lines in SOURCES:
-        function = find(place)
-        source = "" if function is None else _one_line(inspect.getsource(function))
-        gone = [line for line in lines if _one_line(line) not in source]
-        if gone:
-            troubles.append(f"{place}: {fact}; gone: {'; '.join(gone)}")
-    return troubles
-
-
-def _fields() -> list[str]:
-    troubles = []
-    for place, expected in FIELDS.items():
-        missing = expected - set(getattr(find(place), "__dataclass_fields__", ()))
-        if missing:
-            troubles.append(f"{place} has no field {', '.join(sorted(missing))}")
-    return troubles
-
-
-def _listed(names: list[str] | None) -> str:
-    return "nothing of that name" if names is None else f"({', '.join(names)})"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return seams.moved(SIGNATURES, SOURCES, FIELDS)

@@ -23,6 +23,7 @@ from tether.llm.tasks.math import MathTask
 from tether.llm.tasks.protocol import Problem, Prompt, Split, Task, Verdict
 from tether.llm.tasks.reasoning_gym import ReasoningGymTask
 from tether.llm.tasks.training import reward_function, to_dataset
+from tether.llm.tasks.word_problems import WordProblemsTask
 from tether.names import look_up
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -35,6 +36,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
     "custom": CustomTask,
+    "word_problems": WordProblemsTask,
 }
 """Every task by name."""
 
@@ -79,6 +81,7 @@ __all__ = [
     "Split",
     "Task",
     "Verdict",
+    "WordProblemsTask",
     "make_task",
     "reward_function",
     "to_dataset",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from tether.llm.tasks.code_cases import UnitTests
 from tether.llm.tasks.code_generated import draw_problem
 from tether.llm.tasks.code_harness import OUTPUT
 from tether.llm.tasks.code_judge import CodeJudge
+from tether.llm.tasks.code_one_liners import draw_one_liner
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.data import DataTask, Located, read_hub, read_jsonl
 from tether.llm.tasks.generated import draw_distinct
@@ -42,7 +44,8 @@ class CodeTask(DataTask[Problem]):
         path: None for generated problems; a JSONL file, or a folder with ``train.jsonl`` and
             ``test.jsonl``; or ``"hub:<name>"``, optionally ``"hub:<name>:<configuration>"``, whose splits
             are called train and test.
-        steps: Steps of a generated problem before it returns something.
+        steps: Steps of a generated problem before it returns something; 0 for functions that one line is
+            enough for, of numbers, lists and text.
         instruction: Appended to every problem.
         partial_credit: Whether the reward is the share of tests passed. False rewards all or nothing.
         format_reward: Added to the reward of a response with a code block, right or wrong.
@@ -82,8 +85,8 @@ class CodeTask(DataTask[Problem]):
         workers: int | None = None,
         unjudgeable: Unjudgeable = "skip",
     ) -> None:
-        if not 1 <= steps <= 6:
-            raise ConfigError(f"steps is {steps}; the code task takes 1 to 6.")
+        if not 0 <= steps <= 6:
+            raise ConfigError(f"steps is {steps}; the code task takes 0 to 6.")
         if not 0 <= format_reward < 1:
             raise ConfigError(f"format_reward is {format_reward}; give at least 0 and less than 1.")
         total_time_limit = 12 * time_limit if total_time_limit is None else total_time_limit
@@ -103,7 +106,7 @@ class CodeTask(DataTask[Problem]):
         self.total_time_limit = total_time_limit
         self.memory_limit = memory_limit
         self.unjudgeable = unjudgeable
-        self.max_response_tokens = 192 if path is None else 768
+        self.max_response_tokens = 768 if path is not None else 192 if steps else 64
         self._sandbox = Sandbox(workers, output_limit=OUTPUT)
         self._opening = threading.Lock()
 
@@ -124,9 +127,12 @@ class CodeTask(DataTask[Problem]):
             return super().problems(split, limit, seed)
         check_request(split, limit)
         name = f"{self.name}/{self.steps}"
-        return draw_distinct(
-            lambda rng: draw_problem(rng, self.steps, self.instruction), name, split, limit, seed
-        )
+        return draw_distinct(self._draw, name, split, limit, seed)
+
+    def _draw(self, rng: random.Random) -> tuple[str, Problem]:
+        if self.steps == 0:
+            return draw_one_liner(rng, self.instruction)
+        return draw_problem(rng, self.steps, self.instruction)
 
     def verify_many(self, responses: Sequence[str], problem_answers: Sequence[str]) -> list[Verdict]:
         """Reward 1 if the code of a response passes every test of its problem, 0 otherwise.

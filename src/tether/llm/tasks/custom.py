@@ -197,8 +197,18 @@ def number(response: str, answer: str) -> bool:
     >>> number("It is 1,250.50 dollars.", "1250.5"), number("none", "3"), number("3/4", "4")
     (True, False, False)
     """
-    last, wanted = deque(_LAST.finditer(response), maxlen=1), read_number(answer)
-    return bool(last) and wanted is not None and read_number(last[0][0]) == wanted
+    last, wanted = last_number(response), read_number(answer)
+    return last is not None and wanted is not None and read_number(last) == wanted
+
+
+def last_number(response: str) -> str | None:
+    """The last number of a response, as it is written; a fraction or a power is one number.
+
+    >>> last_number("12 + 30 = 42 apples"), last_number("none")
+    ('42', None)
+    """
+    found = deque(_LAST.finditer(response), maxlen=1)
+    return found[0][0] if found else None
 
 
 class Named(Verifier):

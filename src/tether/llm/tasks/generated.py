@@ -32,10 +32,14 @@ class GeneratedTask:
             DataError: The split holds fewer problems than asked for.
         """
         check_request(split, limit)
-        return draw_distinct(self._draw, self.name, split, limit, seed)
+        return draw_distinct(self._draw, self.name, split, limit, seed, self._split_key)
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         raise NotImplementedError
+
+    def _split_key(self, key: str) -> str:
+        """What of a problem's key says which split it is in: problems that share it stay together."""
+        return key
 
 
 def draw_distinct(
@@ -44,8 +48,11 @@ def draw_distinct(
     split: Split,
     limit: int | None,
     seed: int,
+    split_key: Callable[[str], str] = str,
 ) -> list[Problem]:
     """Draw problems, each with its canonical key, until `limit` distinct ones of `split` are found.
+
+    `split_key` takes from a key what problems share that must be in the same split; by default all of it.
 
     Raises:
         DataError: No new problem turned up in 20,000 draws: the split is smaller than `limit`.
@@ -60,7 +67,7 @@ def draw_distinct(
     misses = 0
     while len(found) < wanted:
         key, problem = draw(rng)
-        if key in found or split_of(key) != split:
+        if key in found or split_of(split_key(key)) != split:
             misses += 1
             if misses > _PATIENCE:
                 raise DataError(

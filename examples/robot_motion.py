@@ -1,0 +1,97 @@
+"""From a learned policy to a real robot: limits, via-points and replanning, drawn in one picture.
+
+Trains a policy that reaches points in a plane for some seconds, then shows what a robot needs besides it:
+
+- its limits: a motion that is too fast is run slower, along the same path;
+- via-points: the motions the policy would choose among those that pass a given point;
+- replanning: in the middle of the motion the goal moves, and the motion bends there without a jump;
+- the exported policy: one file that torch runs without Tether, and a CSV table of the steps.
+
+    python examples/robot_motion.py        # writes runs/robot-motion/motion.png and the files beside it
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from tether.episodic.config import OnPolicyConfig
+from tether.episodic.export import export_run, inputs_of
+from tether.episodic.options import ExportConfig
+from tether.episodic.plans import MotionLimits, plan_motion
+from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.train import load_learner, train
+from tether.episodic.via_points import ViaPoint, condition_on_via_points
+
+OUTPUT = Path("runs/robot-motion")
+LIMITS = MotionLimits(velocity=1.0, acceleration=6.0)
+
+
+def main(output: Path = OUTPUT, iterations: int = 200) -> None:
+    config = OnPolicyConfig("tether/PointReach-v0", iterations=iterations, num_workers=0)
+    run = train(config, output / "run", resume=True).path
+    with EpisodeSampler(config.env_id) as sampler:
+        learner = load_learner(run, sampler.spec)
+        starts = sampler.reset(seeds=(1, 4))
+    spec = learner.spec
+    seen, positions, velocities = inputs_of(learner, starts).values()
+    with torch.no_grad():
+        weights = learner.planner()(seen).double()  # for two goals
+        chosen = learner.policy(seen[:1].to(learner.dtype)).detach()
+
+    def plan(w, position, velocity, **options):
+        return plan_motion(learner.motion, w, position, velocity, spec.dt, spec.duration, **options)
+
+    start = positions[0], velocities[0]
+    free, limited = plan(weights[0], *start), plan(weights[0], *start, limits=LIMITS)
+    print(f"Largest speed {np.abs(free.velocities).max():.2f} m/s; {limited.slowed:.2f} times slower: "
+          f"{np.abs(limited.velocities).max():.2f} m/s")  # fmt: skip
+
+    middle = spec.duration / 2
+    via = ViaPoint(middle, tuple(free.positions[len(free.times) // 2] + np.array([0.15, -0.15])))
+    passing = condition_on_via_points(learner.motion, chosen, positions[:1], velocities[:1], [via])
+    noise = torch.randn(12, learner.motion.num_weights, generator=torch.Generator().manual_seed(0))
+    through = [plan(passing.weights(n.double()[None])[0], *start) for n in noise]
+
+    here = len(free.times) // 3
+    state = torch.from_numpy(free.positions[here]), torch.from_numpy(free.velocities[here])
+    bent = plan(weights[1], *state, start_time=float(free.times[here]))
+    jump = np.abs(bent.positions[0] - free.positions[here] - spec.dt * free.velocities[here]).max()
+    print(f"Replanned after {free.times[here]:.2f} s: the next step is {jump:.4f} m off going straight on")
+
+    folder = export_run(ExportConfig(run, output=output / "export", formats=("torch",), limits=LIMITS))
+    program = torch.export.load(folder / "motion.pt2").module()  # torch alone
+    _, alone, _ = program(observation=seen, position=positions, velocity=velocities)
+    print(f"Exported to {folder}: differs by {np.abs(alone[0].numpy() - free.positions).max():.1e} m")
+    draw(output / "motion.png", free, limited, through, via, bent, here)
+
+
+def draw(path, free, limited, through, via, bent, here) -> None:
+    figure, (speeds, points, goals) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    for motion, label in ((free, "as learned"), (limited, "within the limits")):
+        speeds.plot(motion.times, np.abs(motion.velocities).max(axis=1), label=label)
+    speeds.axhline(LIMITS.velocity, color="grey", linestyle=":", label="limit")
+    speeds.set(title="Limits", xlabel="seconds", ylabel="speed of the faster joint (m/s)")
+    for motion in through:
+        points.plot(*motion.positions.T, color="tab:blue", alpha=0.4, linewidth=0.8)
+    points.plot(*free.positions.T, color="black", label="as learned")
+    points.plot(*via.position, "o", color="tab:red", label="via-point")
+    points.set(title="Motions through a point", xlabel="x (m)", ylabel="y (m)")
+    goals.plot(*free.positions.T, color="black", linestyle="--", label="first goal")
+    goals.plot(*bent.positions.T, color="tab:green", label="replanned")
+    goals.plot(*free.positions[here], "o", color="tab:red", label="the goal moves")
+    goals.set(title="Replanning", xlabel="x (m)", ylabel="y (m)")
+    for axes in (speeds, points, goals):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    print(f"Picture: {path}")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

@@ -1,0 +1,253 @@
+"""A learned policy as files that a robot's own program can run, without Tether."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tether import __version__
+from tether.episodic.environments import make_position_controlled
+from tether.episodic.episodes import Starts
+from tether.episodic.evaluate import evaluation_seeds
+from tether.episodic.learner import Learner
+from tether.episodic.options import ExportConfig
+from tether.episodic.plans import plan_motion
+from tether.episodic.prodmp import MotionBasis
+from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.train import load_config, load_learner
+from tether.errors import CheckpointError, MissingDependencyError
+from tether.experiments import RunFolder
+from tether.experiments.files import atomic_write_json
+
+Format = Literal["torch", "onnx"]
+
+FILES: dict[Format, str] = {"torch": "motion.pt2", "onnx": "motion.onnx"}
+"""Format -> name of its file."""
+
+_INPUTS = ("observation", "position", "velocity")
+_OUTPUTS = ("weights", "positions", "velocities")
+_CHECKED_STARTS = 16
+# The exported network may sum in another order than the run's, which float32 shows at 1e-7.
+_TOLERANCE = 1e-6
+
+Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
+
+
+class MotionModule(nn.Module):
+    """From what a robot sees to its whole motion: the policy's mean and the movement primitive in one module.
+
+    Args:
+        learner: trained; it must define `Learner.planner`.
+
+    Raises:
+        ConfigError: a learner without a planner.
+
+    Example:
+        >>> from tether.episodic.algorithms import build_learner
+        >>> from tether.episodic.config import OnPolicyConfig
+        >>> config = OnPolicyConfig("tether/PointReach-v0")
+        >>> with EpisodeSampler(config.env_id) as sampler:
+        ...     learner, start = build_learner(config, sampler.spec), sampler.reset(1)
+        >>> module = MotionModule(learner)
+        >>> weights, positions, velocities = module(*inputs_of(learner, start).values())
+        >>> positions.shape
+        torch.Size([1, 50, 2])
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self.planner = learner.planner()
+        self.motion = learner.motion
+        for field in fields(MotionBasis):
+            # A name of their own: ONNX's outputs are called positions and velocities.
+            self.register_buffer(f"basis_{field.name}", getattr(learner.basis, field.name))
+
+    def forward(self, observation: Tensor, position: Tensor, velocity: Tensor) -> tuple[Tensor, ...]:
+        """Weights [E, W], positions and velocities [E, T, D] of motions from states [E, D], all float64."""
+        weights = self.planner(observation).double()
+        names = [field.name for field in fields(MotionBasis)]
+        basis = MotionBasis(**{name: getattr(self, f"basis_{name}") for name in names})
+        return (weights, *self.motion.trajectory(weights, position, velocity, basis))
+
+
+def inputs_of(learner: Learner, starts: Starts) -> dict[str, Tensor]:
+    """What an exported motion is given for some starts, by name, float64."""
+    values = (learner.seen(starts), starts.positions, starts.velocities)
+    return {
+        name: torch.as_tensor(value, dtype=torch.float64) for name, value in zip(_INPUTS, values, strict=True)
+    }
+
+
+def export_run(config: ExportConfig) -> Path:
+    """Write a run's policy as a program for torch, as ONNX, with a description and motions as CSV.
+
+    Every file is read back and compared with the run's own motions before this returns.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: not an episodic run, no such checkpoint, or a file that does not repeat the run.
+        ConfigError: an algorithm that cannot be exported.
+        MissingDependencyError: ONNX was asked for and is not installed.
+        MotionLimitError: a motion for the CSV files that the limits forbid.
+    """
+    _check_installed(config.formats)
+    settings = load_config(config.run)
+    folder = config.output or config.run / "export"
+    with EpisodeSampler(settings.env_id, 0, 0, settings.env_options) as sampler:
+        learner = load_learner(config.run, sampler.spec, config.step)
+        starts = sampler.reset(seeds=evaluation_seeds(max(_CHECKED_STARTS, config.motions)))
+    folder.mkdir(parents=True, exist_ok=True)
+    differences = {
+        name: _write_and_compare(name, learner, starts, folder / FILES[name]) for name in config.formats
+    }
+    _write_motions(learner, starts, config, folder)
+    atomic_write_json(folder / "motion.json", _description(learner, config) | {"checked": differences})
+    return folder
+
+
+def _check_installed(formats: tuple[Format, ...]) -> None:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if not importlib.util.find_spec(name)]
+    if "onnx" in formats and missing:
+        raise MissingDependencyError(
+            f"ONNX needs {', '.join(missing)}: pip install 'tether-rl[export]', or --formats torch."
+        )
+
+
+def _write_and_compare(name: Format, learner: Learner, starts: Starts, path: Path) -> float:
+    """Export to a file, read it back, and give the largest difference of its motions from the run's."""
+    module, inputs = MotionModule(learner).eval().requires_grad_(False), inputs_of(learner, starts)
+    read = _write_torch(module, inputs, path) if name == "torch" else _write_onnx(module, inputs, path)
+    _, positions, velocities = read(inputs)
+    motions = learner.act(starts, explore=False)
+    difference = 0.0
+    for found, own in ((positions, motions.positions), (velocities, motions.velocities)):
+        expected = torch.as_tensor(own)
+        difference = max(difference, float(((found - expected).abs() / expected.abs().clamp_min(1)).max()))
+    if not difference <= _TOLERANCE:
+        raise CheckpointError(
+            f"{path} differs from the run's own motions by {difference:.2g} (allowed: {_TOLERANCE:g}). "
+            "Use another format, and please report this."
+        )
+    return difference
+
+
+def _any_number_of_motions() -> dict[str, Any]:
+    return {name: {0: torch.export.Dim("motions", min=1)} for name in _INPUTS}
+
+
+def _write_torch(module: MotionModule, inputs: dict[str, Tensor], path: Path) -> Run:
+    program = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=_any_number_of_motions())
+    torch.export.save(program, path)
+    loaded = torch.export.load(path).module()
+
+    def run(given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = loaded(**given)
+        return found
+
+    return run
+
+
+class _LeakyReLU(nn.Module):
+    """The activation from operations that ONNX Runtime has for float64 too; slopes lie in (0, 1)."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.maximum(values, self.slope * values)
+
+
+def _write_onnx(module: MotionModule, inputs: dict[str, Tensor], path: Path) -> Run:
+    module = copy.deepcopy(module)
+    for layer in list(module.modules()):
+        for name, part in layer.named_children():
+            if isinstance(part, nn.LeakyReLU):
+                setattr(layer, name, _LeakyReLU(part.negative_slope))
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter, about itself
+            torch.onnx.export(
+                module, (), str(path), kwargs=inputs, input_names=list(_INPUTS), output_names=list(_OUTPUTS),
+                dynamic_shapes=_any_number_of_motions(), dynamo=True, external_data=False, verbose=False,
+            )  # fmt: skip
+    finally:
+        exporter.setLevel(level)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def run(given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        found = session.run(list(_OUTPUTS), {name: value.numpy() for name, value in given.items()})
+        return tuple(torch.from_numpy(value) for value in found)
+
+    return run
+
+
+def _write_motions(learner: Learner, starts: Starts, config: ExportConfig, folder: Path) -> None:
+    """The mean motions of the first starts, as a robot within the limits would run them."""
+    inputs, spec = inputs_of(learner, starts), learner.spec
+    with torch.no_grad():
+        weights = learner.planner()(inputs["observation"]).double()
+    for index in range(config.motions):
+        plan = plan_motion(
+            learner.motion, weights[index], inputs["position"][index], inputs["velocity"][index],
+            spec.dt, spec.duration, limits=config.limits, on_violation=config.on_violation,
+        )  # fmt: skip
+        plan.write_csv(folder / f"motion_{index}.csv")
+
+
+def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
+    """What a program needs to know to run the files, for people and machines."""
+    spec, run = learner.spec, RunFolder.open(config.run)
+    with make_position_controlled(spec.env_id, **learner.config.env_options) as robot:
+        units, entries = list(robot.position_units), robot.context_indices
+    steps = [checkpoint.step for checkpoint in run.checkpoints()]
+    size = learner.seen_size
+    return {
+        "made_by": f"tether-rl {__version__}",
+        "environment": spec.env_id,
+        "algorithm": learner.config.algo,
+        "seed": learner.config.seed,
+        "iteration": max(steps) if config.step is None else config.step,
+        "seconds_between_steps": spec.dt,
+        "steps": spec.horizon,
+        "seconds": spec.duration,
+        "inputs": {
+            "observation": {
+                "shape": ["motions", size],
+                "entries_of_the_first_observation": "all" if entries is None or size == spec.observation_size
+                else list(entries),
+            },
+            "position": {"shape": ["motions", spec.num_dof], "units": units},
+            "velocity": {"shape": ["motions", spec.num_dof], "units": [f"{unit}/s" for unit in units]},
+        },
+        "outputs": {
+            "weights": {"shape": ["motions", learner.motion.num_weights]},
+            "positions": {"shape": ["motions", spec.horizon, spec.num_dof], "units": units},
+            "velocities": {
+                "shape": ["motions", spec.horizon, spec.num_dof],
+                "units": [f"{unit}/s" for unit in units],
+            },
+        },
+        "number_type": "float64",
+        "first_step_after_seconds": spec.dt,
+        "movement_primitive": asdict(learner.motion.config) | {"degrees_of_freedom": spec.num_dof},
+        "limits": {
+            name: config.limits.each(name, spec.num_dof).tolist() for name in asdict(config.limits)
+        },
+    }  # fmt: skip

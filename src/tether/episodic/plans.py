@@ -1,0 +1,260 @@
+"""Motions for a real robot: the steps of one motion, within the robot's limits, or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from torch import Tensor
+
+from tether.episodic.episodes import FloatArray
+from tether.episodic.prodmp import ProDMP
+from tether.errors import ConfigError, InvalidInputError, MotionLimitError
+from tether.experiments.files import atomic_write_bytes
+
+OnViolation = Literal["scale", "refuse"]
+
+# Limits hold at this many instants a step, so that a peak between two steps is seen as well.
+_LOOKS_PER_STEP = 16
+# From rest one factor meets the limits; from a state in motion the path changes with it, and some more do.
+_TRIES = 50
+# A motion made just slow enough meets its limit to rounding.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class MotionLimits:
+    """What a robot's joints may do: a number for all D degrees of freedom, or one for each."""
+
+    position_low: float | tuple[float, ...] = -math.inf
+    """Lowest position."""
+
+    position_high: float | tuple[float, ...] = math.inf
+    """Highest position."""
+
+    velocity: float | tuple[float, ...] = math.inf
+    """Largest speed, per second."""
+
+    acceleration: float | tuple[float, ...] = math.inf
+    """Largest acceleration, per second squared."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            values = np.atleast_1d(np.asarray(getattr(self, item.name), dtype=np.float64))
+            if np.isnan(values).any():
+                raise ConfigError(f"{item.name} must hold no NaN, got {getattr(self, item.name)!r}.")
+            if item.name in ("velocity", "acceleration") and not (values > 0).all():
+                raise ConfigError(f"{item.name} must be positive, got {getattr(self, item.name)!r}.")
+        if not (np.asarray(self.position_low) < np.asarray(self.position_high)).all():
+            raise ConfigError(
+                f"Needed: position_low < position_high, got {self.position_low!r} and {self.position_high!r}."
+            )
+
+    def each(self, name: str, num_dof: int) -> FloatArray:
+        """The limit of that name for every degree of freedom, [D].
+
+        Raises:
+            ConfigError: as many limits as the robot has no degrees of freedom.
+        """
+        values = np.asarray(getattr(self, name), dtype=np.float64)
+        if values.ndim and values.shape != (num_dof,):
+            raise ConfigError(
+                f"The robot has {num_dof} degrees of freedom, but {name} has {values.size} values."
+            )
+        return np.broadcast_to(values, (num_dof,))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One motion, step by step, and the state it departs from."""
+
+    times: FloatArray
+    """[T] seconds after the state it departs from."""
+
+    positions: FloatArray
+    """[T, D]"""
+
+    velocities: FloatArray
+    """[T, D] per second."""
+
+    accelerations: FloatArray
+    """[T, D] per second squared."""
+
+    slowed: float = 1.0
+    """How many times longer the motion takes than as it was chosen."""
+
+    def write_csv(self, path: str | Path) -> Path:
+        """Write a row a step: the time, then position, velocity and acceleration of every joint.
+
+        >>> import tempfile
+        >>> still = Plan(np.array([0.1]), np.zeros((1, 2)), np.zeros((1, 2)), np.zeros((1, 2)))
+        >>> still.write_csv(Path(tempfile.mkdtemp()) / "still.csv").read_text().splitlines()[0]
+        'seconds,position_1,position_2,velocity_1,velocity_2,acceleration_1,acceleration_2'
+        """
+        kinds = ("position", "velocity", "acceleration")
+        joints = range(1, self.positions.shape[1] + 1)
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["seconds", *(f"{kind}_{joint}" for kind in kinds for joint in joints)])
+        table = np.column_stack((self.times, self.positions, self.velocities, self.accelerations))
+        writer.writerows([[repr(float(value)) for value in row] for row in table])
+        atomic_write_bytes(Path(path), text.getvalue().encode())
+        return Path(path)
+
+
+def plan_motion(
+    motion: ProDMP,
+    weights: Tensor,
+    position: Tensor,
+    velocity: Tensor,
+    dt: float,
+    duration: float,
+    *,
+    start_time: float = 0.0,
+    limits: MotionLimits | None = None,
+    on_violation: OnViolation = "scale",
+) -> Plan:
+    """The steps a robot should take from where it is, within its limits.
+
+    A motion that is too fast is run slower by the least factor that keeps speeds and accelerations within
+    the limits: its time constant and delay grow, and from rest its path stays the same. A path that leaves
+    the range of positions is refused, because no speed mends it.
+
+    To replan in mid-motion, pass the present position and velocity, the weights that hold from now on, and
+    how far the motion is (`start_time`): it goes on from there without a jump of position or velocity.
+
+    Args:
+        motion: the movement primitive.
+        weights: [W].
+        position, velocity: [D], where the robot is now and how fast.
+        dt: seconds between two steps.
+        duration: seconds the whole motion takes, from time 0 of the primitive, before it is slowed.
+        start_time: time of the primitive at which the robot is in that state.
+        limits: of the robot; None for none.
+        on_violation: ``"scale"`` or ``"refuse"`` motions that are too fast.
+
+    Raises:
+        MotionLimitError: a position out of range; a speed or acceleration above its limit with ``"refuse"``;
+            an initial speed above the limit, or a limit that slowing down does not meet.
+        InvalidInputError: times in the wrong order, or sizes that do not fit.
+
+    Example:
+        >>> from tether.episodic.prodmp import ProDMPConfig
+        >>> motion = ProDMP(ProDMPConfig(num_basis=3, tau=1.0), num_dof=1)
+        >>> state = torch.zeros(1, dtype=torch.float64)
+        >>> weights = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+        >>> free = plan_motion(motion, weights, state, state, 0.01, 2.0)
+        >>> slow = plan_motion(motion, weights, state, state, 0.01, 2.0, limits=MotionLimits(velocity=0.5))
+        >>> free.velocities.max() > 1, round(slow.velocities.max(), 3), slow.slowed > 2
+        (True, 0.5, True)
+    """
+    if on_violation not in get_args(OnViolation):
+        raise InvalidInputError(f'on_violation is "scale" or "refuse", got {on_violation!r}.')
+    if not (dt > 0 and 0 <= start_time < duration and math.isfinite(duration)):
+        raise InvalidInputError(
+            f"Needed: dt > 0 and 0 <= start_time < duration, got dt={dt}, start_time={start_time}, "
+            f"duration={duration}."
+        )
+    state = weights.double(), position.double(), velocity.double()
+    slowed = 1.0 if limits is None else _slowed(motion, state, dt, duration, start_time, limits, on_violation)
+    return _steps(motion, state, dt, duration, start_time, slowed)
+
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def _steps(
+    motion: ProDMP, state: State, dt: float, duration: float, start_time: float, slowed: float
+) -> Plan:
+    # As many whole steps as it takes to see the motion's end; rounding must not add one.
+    steps = max(1, math.ceil(slowed * (duration - start_time) / dt - 1e-6))
+    return _at(motion, state, dt * np.arange(1, steps + 1, dtype=np.float64), start_time, slowed)
+
+
+def _at(motion: ProDMP, state: State, times: FloatArray, start_time: float, slowed: float) -> Plan:
+    """The motion, `slowed` times slower, at times after the state it departs from."""
+    config = motion.config
+    if slowed != 1.0:
+        slower = replace(config, tau=config.tau * slowed, delay=config.delay * slowed)
+        motion = ProDMP(slower, motion.num_dof)
+    begin = slowed * start_time
+    positions, velocities = motion.trajectory(*state, begin + times, begin)
+    accelerations = motion.accelerations(state[0], state[1], positions, velocities, begin + times)
+    return Plan(times, positions.numpy(), velocities.numpy(), accelerations.numpy(), slowed)
+
+
+def _slowed(
+    motion: ProDMP,
+    state: State,
+    dt: float,
+    duration: float,
+    start_time: float,
+    limits: MotionLimits,
+    on_violation: OnViolation,
+) -> float:
+    """The least factor that keeps the motion within its limits."""
+    _check_initial_speed(state[2], limits)
+    looks = max(2, math.ceil((duration - start_time) / dt * _LOOKS_PER_STEP) + 1)
+    instants = np.linspace(0.0, duration - start_time, looks)
+    if start_time < motion.config.delay < duration:  # accelerations jump there
+        instants = np.append(instants, motion.config.delay - start_time)
+    slowed = 1.0
+    for _ in range(_TRIES):
+        plan = _at(motion, state, instants * slowed, start_time, slowed)
+        excess = _excess(plan, limits)
+        if excess <= 1 + _ROUNDING:
+            _check_positions(plan, limits)
+            return slowed
+        if on_violation == "refuse":
+            break
+        slowed *= excess
+    raise MotionLimitError(_too_fast(plan, on_violation))
+
+
+def _check_initial_speed(velocity: Tensor, limits: MotionLimits) -> None:
+    speed = np.abs(velocity.numpy())
+    allowed = limits.each("velocity", len(speed))
+    joint = int((speed / allowed).argmax())
+    if speed[joint] > allowed[joint]:
+        raise MotionLimitError(
+            f"Joint {joint + 1} starts at a speed of {speed[joint]:.4g}, above its limit of "
+            f"{allowed[joint]:.4g}. Slow the robot down before this motion."
+        )
+
+
+def _excess(plan: Plan, limits: MotionLimits) -> float:
+    """By how much slower the motion would meet its limits, were its path to stay: 1 or less if it does."""
+    joints = plan.positions.shape[1]
+    speed = np.abs(plan.velocities) / limits.each("velocity", joints)
+    push = np.abs(plan.accelerations) / limits.each("acceleration", joints)
+    return float(max(speed.max(), math.sqrt(push.max())))
+
+
+def _check_positions(plan: Plan, limits: MotionLimits) -> None:
+    joints = plan.positions.shape[1]
+    below = limits.each("position_low", joints) - plan.positions
+    above = plan.positions - limits.each("position_high", joints)
+    worst = np.maximum(below, above)
+    step, joint = np.unravel_index(worst.argmax(), worst.shape)
+    if worst[step, joint] > _ROUNDING * max(1.0, abs(plan.positions[step, joint])):
+        raise MotionLimitError(
+            f"Joint {joint + 1} would be at {plan.positions[step, joint]:.4g} after "
+            f"{plan.times[step]:.3g} s, out of [{limits.each('position_low', joints)[joint]:.4g}, "
+            f"{limits.each('position_high', joints)[joint]:.4g}]. Slowing down does not mend that: choose "
+            "other weights, or condition them on via-points within the range."
+        )
+
+
+def _too_fast(plan: Plan, on_violation: OnViolation) -> str:
+    found = (
+        f"speeds up to {np.abs(plan.velocities).max():.4g}, accelerations up to "
+        f"{np.abs(plan.accelerations).max():.4g}"
+    )
+    if on_violation == "refuse":
+        return f'The motion is too fast for the robot: {found}. on_violation="scale" would slow it down.'
+    return f"The motion exceeds the robot's limits even when {plan.slowed:.3g} times slower: {found}."

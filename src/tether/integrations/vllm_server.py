@@ -1,0 +1,152 @@
+"""A running ``vllm serve`` over HTTP: new weights, records of a few tokens, and whether it still answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tether.errors import EngineError
+
+WEIGHTS_FILE, HEAD = "model.safetensors", "lm_head.weight"
+#: Seconds between two looks at a server that has a long request to answer.
+_LOOK_EVERY = 5.0
+
+
+class VLLMServer:
+    """What training asks of a ``vllm serve`` in development mode.
+
+    Args:
+        url: of the server, such as ``http://localhost:8000``.
+        timeout: seconds for a reload of the weights.
+        silence: seconds without an answer after which a server is given up, to anything that does not grow
+            with the model.
+
+    Example:
+        ```python
+        server = VLLMServer("http://localhost:8000")
+        transfer = FolderWeightTransfer("weights", server.reload, pause=server.pause, resume=server.resume)
+        ```
+    """
+
+    def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 30.0) -> None:
+        self.url, self.timeout, self.silence = url.rstrip("/"), timeout, silence
+
+    def reload(self, folder: Path) -> None:
+        """Have the server read the weights in a folder, and forget what it computed with others.
+
+        Raises:
+            EngineError: a server that is not there, stops answering while it reads, does not do it, or would
+                go on with an old head.
+        """
+        self._refuse_tied_head_on_cpu(folder)
+        request = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._while_it_answers(lambda: self._ask("POST", "/collective_rpc", self.timeout, json=request))
+        self._ask("POST", "/reset_prefix_cache", self.silence)
+
+    def pause(self) -> None:
+        """Have it hold its requests, without dropping any.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        self._ask("POST", "/pause", self.silence, params={"mode": "keep"})
+
+    def resume(self) -> None:
+        """Have it go on.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        self._ask("POST", "/resume", self.silence)
+
+    def check(self) -> None:
+        """See whether its engine answers; between two steps of it, however many requests wait.
+
+        Raises:
+            EngineError: it does not, within `silence` seconds.
+        """
+        self._ask("GET", "/health", self.silence)
+        self._ask("GET", "/is_sleeping", self.silence)
+
+    def complete(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """An answer to ``/v1/completions``.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        answer: dict[str, Any] = self._ask("POST", "/v1/completions", timeout, json=payload).json()
+        return answer
+
+    def model_name(self) -> str:
+        """What requests have to call its model.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        name: str = self._ask("GET", "/v1/models", self.silence).json()["data"][0]["id"]
+        return name
+
+    def info(self) -> dict[str, Any]:
+        """The settings it runs with.
+
+        Raises:
+            EngineError: as `reload`.
+        """
+        answer = self._ask("GET", "/server_info", self.silence, params={"config_format": "json"})
+        found: dict[str, Any] = answer.json().get("vllm_config", {})
+        return found
+
+    def _refuse_tied_head_on_cpu(self, folder: Path) -> None:
+        """On a CPU vLLM keeps a packed copy of a head tied to the embeddings, and reloads all but that."""
+        from safetensors import safe_open
+
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            if HEAD in file.keys():  # noqa: SIM118 (no mapping)
+                return
+        if self.info().get("device_config", {}).get("device_type") == "cpu":
+            raise EngineError(
+                f"The vLLM server at {self.url} runs on a CPU, where it does not reload a head that is tied "
+                f"to the embeddings, and the weights have no {HEAD}: it would go on with the old one. "
+                "Serve a folder written by tether.integrations.trl_folder.write_for_vllm and pass "
+                "FolderWeightTransfer(..., untie=True), or serve on an accelerator."
+            )
+
+    def _while_it_answers(self, ask: Callable[[], Any]) -> None:
+        """Wait for a long request, and meanwhile see whether the server still answers short ones."""
+        done, raised = threading.Event(), []
+
+        def run() -> None:
+            try:
+                ask()
+            except BaseException as error:  # noqa: BLE001 (raised below, where it is waited for)
+                raised.append(error)
+            done.set()
+
+        threading.Thread(target=run, daemon=True).start()
+        while not done.wait(_LOOK_EVERY):
+            self._ask("GET", "/health", self.silence)
+        if raised:
+            raise raised[0]
+
+    def _ask(self, method: str, path: str, timeout: float, **request: Any) -> Any:
+        import requests
+
+        try:
+            answer = requests.request(method, f"{self.url}{path}", timeout=timeout, **request)
+        except requests.RequestException as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} did not answer {path} within {timeout:g} s "
+                f"({type(error).__name__}: {error}). Is it running?"
+            ) from error
+        if answer.status_code == 404:
+            raise EngineError(
+                f"The vLLM server at {self.url} does not know {path}. Start it with VLLM_SERVER_DEV_MODE=1."
+            )
+        if answer.status_code != 200:
+            raise EngineError(
+                f"The vLLM server at {self.url} failed at {path} ({answer.status_code}): "
+                f"{answer.text[:500]}. It may have the old weights, or some of them: restart it."
+            )
+        return answer

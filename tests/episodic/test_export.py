@@ -1,0 +1,139 @@
+"""Exported policies repeat the run: torch, ONNX, the description and the tables."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tether.cli import main
+from tether.episodic.config import OnPolicyConfig
+from tether.episodic.evaluate import evaluation_seeds
+from tether.episodic.export import export_run, inputs_of
+from tether.episodic.options import ExportConfig
+from tether.episodic.plans import MotionLimits
+from tether.episodic.policy import PolicyConfig
+from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.train import load_learner, train
+from tether.errors import ConfigError, MissingDependencyError, MotionLimitError
+
+pytest.importorskip("onnxruntime")
+
+
+def trained(folder, **changes):
+    settings = {
+        "num_workers": 0, "episodes": 4, "iterations": 2, "evaluation_episodes": 2, "evaluate_every": 2,
+    } | changes  # fmt: skip
+    return train(OnPolicyConfig("tether/PointReach-v0", **settings), folder).path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("export") / "run")
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    return export_run(
+        ExportConfig(run, motions=2, limits=MotionLimits(velocity=0.5, acceleration=(2.0, 3.0)))
+    )
+
+
+def own_motions(run, number):
+    with EpisodeSampler("tether/PointReach-v0") as sampler:
+        learner = load_learner(run, sampler.spec)
+        starts = sampler.reset(seeds=evaluation_seeds(number))
+    return inputs_of(learner, starts), learner.act(starts, explore=False)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_the_files_need_nothing_of_tether(run, exported, number):
+    """Of any number of motions; read with the libraries alone."""
+    import onnxruntime
+
+    inputs, motions = own_motions(run, number)
+    program = torch.export.load(exported / "motion.pt2").module()
+    _, positions, velocities = program(**inputs)
+    assert positions.numpy() == pytest.approx(motions.positions, abs=1e-6)
+    assert velocities.numpy() == pytest.approx(motions.velocities, abs=1e-6)
+    session = onnxruntime.InferenceSession(str(exported / "motion.onnx"))
+    found = session.run(["positions", "velocities"], {name: value.numpy() for name, value in inputs.items()})
+    assert found[0] == pytest.approx(motions.positions, abs=1e-6)
+    assert found[1] == pytest.approx(motions.velocities, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("formats", "changes"),
+    [
+        (("onnx",), {"precision": "float64", "policy_input": "context"}),
+        (("torch",), {"policy": PolicyConfig(activation="tanh", contextual_covariance=True)}),
+        (("torch",), {"precision": "float64", "policy": PolicyConfig(covariance="diagonal")}),
+    ],
+)
+def test_every_kind_of_policy(tmp_path, formats, changes):
+    run = trained(tmp_path / "run", **changes)
+    folder = export_run(ExportConfig(run, output=tmp_path / "files", formats=formats))
+    said = json.loads((folder / "motion.json").read_text())
+    checked = said["checked"]
+    assert set(checked) == set(formats)
+    entries = said["inputs"]["observation"]["entries_of_the_first_observation"]
+    assert entries == ([0, 1] if "policy_input" in changes else "all")
+    assert max(checked.values()) <= 1e-6
+
+
+def test_the_description_says_what_a_program_needs(exported):
+    said = json.loads((exported / "motion.json").read_text())
+    assert said["inputs"]["observation"] == {
+        "shape": ["motions", 6], "entries_of_the_first_observation": "all",
+    }  # fmt: skip
+    assert said["inputs"]["velocity"]["units"] == ["m/s", "m/s"]
+    assert said["outputs"]["positions"]["shape"] == ["motions", 50, 2]
+    assert said["seconds_between_steps"] * said["steps"] == pytest.approx(said["seconds"])
+    assert said["limits"]["velocity"] == [0.5, 0.5]
+    assert said["limits"]["acceleration"] == [2.0, 3.0]
+    assert said["iteration"] == 2
+
+
+def test_the_tables_are_within_the_limits(exported):
+    table = np.loadtxt(exported / "motion_1.csv", delimiter=",", skiprows=1)
+    assert np.abs(table[:, 3:5]).max() <= 0.5 * (1 + 1e-4)
+    assert (np.abs(table[:, 5:7]).max(axis=0) <= np.array([2.0, 3.0]) * (1 + 1e-4)).all()
+    assert not (exported / "motion_2.csv").exists()
+
+
+def test_limits_that_forbid_the_motion(run, tmp_path):
+    refuse = ExportConfig(
+        run, output=tmp_path / "x", formats=(), limits=MotionLimits(velocity=1e-3), on_violation="refuse"
+    )
+    with pytest.raises(MotionLimitError, match="too fast"):
+        export_run(refuse)
+
+
+def test_the_command(run, tmp_path, capsys):
+    main(["episodic", "export", str(run), "--output", str(tmp_path / "o"), "--formats", "torch",
+          "--limits.velocity", "2.5", "--motions", "0"])  # fmt: skip
+    assert "Written and compared" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["motion.json", "motion.pt2"]
+    limits = json.loads((tmp_path / "o" / "motion.json").read_text())["limits"]
+    assert limits["velocity"] == [2.5, 2.5]
+
+
+def test_onnx_that_is_not_installed_is_named_first(run, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
+    )
+    with pytest.raises(MissingDependencyError, match=r"onnxscript.*tether-rl\[export\]"):
+        export_run(ExportConfig(run, output=tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_export_of_nothing_is_refused(run):
+    with pytest.raises(ConfigError, match="at least one file"):
+        ExportConfig(run, formats=(), motions=0)
+    with pytest.raises(ConfigError, match="motions"):
+        ExportConfig(run, motions=-1)
+    assert math.isinf(MotionLimits().velocity)

@@ -1,0 +1,169 @@
+"""Motions within a robot's limits: exact accelerations, the least slowing down, refusals, replanning."""
+
+import csv
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tether.episodic.plans import MotionLimits, Plan, plan_motion
+from tether.episodic.prodmp import ProDMP, ProDMPConfig
+from tether.errors import ConfigError, InvalidInputError, MotionLimitError
+
+CONFIG = ProDMPConfig(num_basis=4, tau=1.5, alpha=12.0, weights_scale=0.5, goal_scale=0.5)
+CONFIGS = [CONFIG, replace(CONFIG, relative_goal=True), replace(CONFIG, delay=0.3, relative_goal=True)]
+DT = 0.02
+
+
+def problem(config=CONFIG, seed=0, still=True, num_dof=2):
+    generator = torch.Generator().manual_seed(seed)
+    motion = ProDMP(config, num_dof)
+    weights = torch.randn(motion.num_weights, generator=generator, dtype=torch.float64)
+    position = torch.randn(num_dof, generator=generator, dtype=torch.float64)
+    velocity = torch.randn(num_dof, generator=generator, dtype=torch.float64) * (not still)
+    return motion, weights, position, velocity
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("still", [True, False])
+def test_accelerations_are_the_velocities_derivative(config, still):
+    motion, weights, position, velocity = problem(config, still=still)
+    # Times away from the delay's end, where the acceleration jumps.
+    times, h = np.array([0.1, 0.45, 0.9, 1.4, 2.0]), 1e-5
+    positions, velocities = motion.trajectory(weights, position, velocity, times)
+    found = motion.accelerations(weights, position, positions, velocities, times)
+    _, after = motion.trajectory(weights, position, velocity, times + h)
+    _, before = motion.trajectory(weights, position, velocity, times - h)
+    torch.testing.assert_close(found, (after - before) / (2 * h), rtol=1e-6, atol=1e-6)
+
+
+def test_without_limits_a_plan_is_the_trajectory():
+    motion, weights, position, velocity = problem(still=False)
+    plan = plan_motion(motion, weights, position, velocity, DT, 2.0)
+    positions, velocities = motion.trajectory(weights, position, velocity, DT * np.arange(1, 101))
+    assert plan.slowed == 1.0
+    assert plan.times == pytest.approx(DT * np.arange(1, 101), abs=1e-12)
+    assert np.array_equal(plan.positions, positions.numpy())
+    assert np.array_equal(plan.velocities, velocities.numpy())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    config=st.sampled_from(CONFIGS),
+    speed=st.floats(0.05, 20),
+    push=st.floats(0.05, 200),
+)
+def test_from_rest_the_least_factor_keeps_the_path(seed, config, speed, push):
+    motion, *state = problem(config, seed)
+    limits = MotionLimits(velocity=speed, acceleration=push)
+    free = plan_motion(motion, *state, DT, 2.0)
+    plan = plan_motion(motion, *state, DT, 2.0, limits=limits)
+    assert np.abs(plan.velocities).max() <= speed * (1 + 1e-4)
+    assert np.abs(plan.accelerations).max() <= push * (1 + 1e-4)
+    times = np.linspace(0.0, 2.0, 4001)  # holds the delay's end
+    positions, velocities = motion.trajectory(*state, times)
+    accelerations = motion.accelerations(state[0], state[1], positions, velocities, times)
+    need = max(velocities.abs().max().item() / speed, math.sqrt(accelerations.abs().max().item() / push))
+    assert plan.slowed == pytest.approx(max(1.0, need), rel=1e-4)
+    # The path is the same: what was at t is at slowed * t.
+    again, _ = ProDMP(
+        replace(config, tau=config.tau * plan.slowed, delay=config.delay * plan.slowed), 2
+    ).trajectory(*state, plan.slowed * free.times)
+    assert again.numpy() == pytest.approx(free.positions, abs=1e-9 * max(1, np.abs(free.positions).max()))
+
+
+def test_one_joint_can_have_a_limit_of_its_own():
+    motion, *state = problem()
+    free = plan_motion(motion, *state, DT, 2.0)
+    half = np.abs(free.velocities).max(axis=0) / 2
+    plan = plan_motion(motion, *state, DT, 2.0, limits=MotionLimits(velocity=(half[0], math.inf)))
+    assert np.abs(plan.velocities[:, 0]).max() <= half[0] * (1 + 1e-4)
+    assert plan.slowed == pytest.approx(2, rel=0.01)
+
+
+def test_a_moving_robot_keeps_its_velocity_and_the_limits():
+    motion, *state = problem(still=False)
+    limit = 1.05 * max(state[2].abs().max().item(), 0.5)
+    free = plan_motion(motion, *state, DT, 2.0)
+    assert np.abs(free.velocities).max() > limit  # or this would show nothing
+    plan = plan_motion(motion, *state, DT, 2.0, limits=MotionLimits(velocity=limit))
+    assert np.abs(plan.velocities).max() <= limit * (1 + 1e-4)
+    first = plan_motion(motion, *state, 1e-6, 1e-5)
+    assert first.velocities[0] == pytest.approx(state[2].numpy(), abs=1e-3)
+
+
+def test_replanning_goes_on_without_a_jump():
+    motion, weights, position, velocity = problem(CONFIGS[2], still=False)
+    whole = plan_motion(motion, weights, position, velocity, DT, 2.0)
+    here = 39  # the state after 40 steps
+    state = torch.from_numpy(whole.positions[here]), torch.from_numpy(whole.velocities[here])
+    same = plan_motion(motion, weights, *state, DT, 2.0, start_time=40 * DT)
+    assert len(same.times) == len(whole.times) - 40
+    # A relative goal counts from where the new plan begins, and so does another one.
+    absolute = ProDMP(CONFIG, 2)
+    whole = plan_motion(absolute, weights, position, velocity, DT, 2.0)
+    state = torch.from_numpy(whole.positions[here]), torch.from_numpy(whole.velocities[here])
+    same = plan_motion(absolute, weights, *state, DT, 2.0, start_time=40 * DT)
+    assert same.positions == pytest.approx(whole.positions[40:], abs=1e-10)
+    other = plan_motion(absolute, -weights, *state, 1e-6, 2.0, start_time=2.0 - 1e-5)
+    assert other.positions[0] == pytest.approx(whole.positions[here], abs=1e-4)
+
+
+def test_positions_out_of_range_are_refused_by_joint_and_time():
+    motion, *state = problem()
+    free = plan_motion(motion, *state, DT, 2.0)
+    high = free.positions[:, 1].max() - 0.01
+    with pytest.raises(MotionLimitError, match=r"Joint 2 would be at .* via-points"):
+        plan_motion(motion, *state, DT, 2.0, limits=MotionLimits(position_high=(math.inf, high)))
+
+
+def test_too_fast_is_refused_where_that_was_chosen():
+    motion, *state = problem()
+    limits = MotionLimits(velocity=0.1)
+    with pytest.raises(MotionLimitError, match="too fast"):
+        plan_motion(motion, *state, DT, 2.0, limits=limits, on_violation="refuse")
+
+
+def test_a_robot_that_is_already_too_fast_is_named():
+    motion, weights, position, _ = problem()
+    with pytest.raises(MotionLimitError, match="Joint 2 starts at a speed of 3"):
+        plan_motion(
+            motion, weights, position, torch.tensor([0.0, 3.0]), DT, 2.0, limits=MotionLimits(velocity=1.0)
+        )
+
+
+@pytest.mark.parametrize(
+    "values", [{"velocity": 0.0}, {"acceleration": (1.0, -1.0)}, {"position_low": 1.0, "position_high": 1.0},
+               {"velocity": math.nan}],
+)  # fmt: skip
+def test_limits_that_make_no_sense(values):
+    with pytest.raises(ConfigError):
+        MotionLimits(**values)
+
+
+def test_limits_of_another_robot():
+    motion, *state = problem()
+    with pytest.raises(ConfigError, match="2 degrees of freedom, but velocity has 3"):
+        plan_motion(motion, *state, DT, 2.0, limits=MotionLimits(velocity=(1.0, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize("times", [{"dt": 0.0}, {"duration": -1.0}, {"start_time": 2.5}])
+def test_times_that_make_no_sense(times):
+    motion, *state = problem()
+    with pytest.raises(InvalidInputError, match="start_time"):
+        plan_motion(motion, *state, **({"dt": DT, "duration": 2.0} | times))
+
+
+def test_csv_holds_every_digit(tmp_path):
+    motion, *state = problem()
+    plan = plan_motion(motion, *state, DT, 2.0)
+    with plan.write_csv(tmp_path / "motion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(plan.times)
+    assert [float(row["velocity_2"]) for row in rows] == plan.velocities[:, 1].tolist()
+    assert isinstance(plan, Plan)

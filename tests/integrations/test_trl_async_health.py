@@ -1,0 +1,226 @@
+"""A server without the weights it was given, and servers and workers that stop: each is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import fake_vllm
+from tiny_language_model import make_prompts, make_tiny_model, make_tokenizer
+from trl.experimental.async_grpo import async_rollout_worker
+
+from tether.errors import EngineError, StaleSamplerError
+from tether.integrations.trl_async import AsyncTROLLConfig, AsyncTROLLTrainer
+from tether.integrations.trl_async_records import CheckedQueue
+from tether.integrations.trl_async_worker import record
+from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
+
+
+def count_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(letter.isdigit() for letter in text)) for text in completions]
+
+
+def make_served(folder: Path, url: str, **settings: Any) -> AsyncTROLLTrainer:
+    """A trainer with TRL's own rollout worker, for a server at the address."""
+    server = VLLMServer(url, silence=5.0)
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "report_to": "none",
+        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "token_budget": 0,
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 4, "max_staleness": 8,
+        "learning_rate": 1e-2, "gradient_checkpointing": False, "max_completion_length": 6,
+        "vllm_server_base_url": url, "troll_top_k": 6, **settings,
+    }  # fmt: skip
+    model = make_tiny_model()
+    model.config._name_or_path = "tiny"
+    return AsyncTROLLTrainer(
+        model=model, reward_funcs=count_letters, args=AsyncTROLLConfig(**arguments),
+        train_dataset=make_prompts(), processing_class=make_tokenizer(),
+        weight_transfer=FolderWeightTransfer(folder / "served", server.reload, pause=server.pause,
+                                             resume=server.resume, untie=True),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pretend_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL asks for both when it makes a worker, which these tests do not start."""
+    for name in ("is_vllm_available", "is_aiohttp_available"):
+        monkeypatch.setattr(async_rollout_worker, name, lambda: True)
+
+
+def _move(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("keeps", ["", "lm_head", "model.layers"])
+@pytest.mark.usefixtures("pretend_vllm")
+def test_a_server_is_asked_whether_it_has_the_weights(tmp_path: Path, keeps: str) -> None:
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url)
+        trainer._sync_weight()
+        server.keeps = keeps
+        _move(trainer.model)
+        trainer.state.global_step = 3
+        if keeps:
+            with pytest.raises(StaleSamplerError, match="After the transfer of the weights of step 3"):
+                trainer._sync_weight()
+            return
+        trainer._sync_weight()
+    found = trainer._metrics["train"]["trust_region/sampler_mismatch"]
+    assert len(found) == 2
+    assert max(found) < 1e-6
+    asked = [body for path, body in server.asked if path == "/v1/completions"]
+    assert [(body["max_tokens"], body["logprobs"], body["model"]) for body in asked] == [(1, 6, "tiny")] * 2
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_an_infinite_tolerance_asks_nothing(tmp_path: Path) -> None:
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url, troll_sampler_tolerance=float("inf"))
+        trainer._sync_weight()
+        assert "/v1/completions" not in [path for path, _ in server.asked]
+
+
+# ---------------------------------------------------------------------- servers that stop
+
+
+@pytest.fixture
+def stopped_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server's address, and its process, which sleeps."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("ask", ["check", "pause", "info"])
+def test_a_server_that_sleeps_is_named(stopped_server: tuple[str, subprocess.Popen[bytes]], ask: str) -> None:
+    url, process = stopped_server
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=rf"{url} did not answer /\w+ within 0.5 s"):
+        getattr(VLLMServer(url, silence=0.5), ask)()
+    assert time.monotonic() - began < 5
+    process.kill()
+    process.wait()
+    with pytest.raises(EngineError, match="did not answer"):
+        getattr(VLLMServer(url, silence=0.5), ask)()
+
+
+def test_a_server_that_sleeps_while_it_reads_weights_is_named(
+    monkeypatch: pytest.MonkeyPatch, stopped_server: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setattr("tether.integrations.vllm_server._LOOK_EVERY", 0.1)
+    server = VLLMServer(stopped_server[0], timeout=600, silence=0.5)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer /health within 0.5 s"):
+        server._while_it_answers(lambda: server._ask("POST", "/collective_rpc", 600))
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_reload_raises_reaches_the_caller() -> None:
+    def fails() -> None:
+        raise EngineError("no memory")
+
+    with pytest.raises(EngineError, match="no memory"):
+        VLLMServer("http://127.0.0.1:9")._while_it_answers(fails)
+
+
+# ---------------------------------------------------------------------- workers that stop
+
+
+def _worker(**changes: Any) -> Any:
+    alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True)
+    healthy = {"_loop_kwargs": {}, "start": lambda: None, "check_health": lambda _: None, "_process": alive}
+    return SimpleNamespace(**{**healthy, **changes})
+
+
+def _refuse(text: str) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise EngineError(text) if text.startswith("The vLLM") else RuntimeError(text)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("changes", "server", "message"),
+    [
+        ({}, _refuse("The vLLM server is silent"), "The vLLM server is silent"),
+        ({"check_health": _refuse("heartbeat stale")}, lambda: None, "worker failed: heartbeat stale"),
+        ({"check_health": _refuse("timeout")}, _refuse("The vLLM server is silent"), "server is silent"),
+        (
+            {"_process": SimpleNamespace(pid=7, exitcode=-9, is_alive=lambda: False)},
+            lambda: None,
+            r"process 7 has ended \(exit code -9\)",
+        ),
+    ],
+)
+def test_what_stopped_is_named(changes: dict[str, Any], server: Callable[[], None], message: str) -> None:
+    worker = _worker(**changes)
+    record(worker, 6, server)
+    with pytest.raises(EngineError, match=message):
+        worker.check_health(60.0)
+
+
+def test_a_healthy_worker_passes() -> None:
+    worker = _worker()
+    record(worker, 6, lambda: None)
+    worker.check_health(60.0)
+
+
+def _write_half_a_message(queue: Any, ready: Any) -> None:
+    queue._writer._send(b"\x00\x10\x00\x00 the beginning")  # of a message of a million bytes
+    ready.set()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_sample_cut_off_by_a_kill_does_not_hang_the_trainer() -> None:
+    context = torch.multiprocessing.get_context("fork")
+    queue, ready = context.Queue(), context.Event()
+    child = context.Process(target=_write_half_a_message, args=(queue, ready))
+    worker = _worker(start=child.start, rollout_buffer=queue)
+    record(worker, 6, lambda: None)
+    worker.start()
+    checked = CheckedQueue(queue, {}, truncated=False, vocabulary_size=9)
+    raised: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            checked.get(timeout=30)
+        except BaseException as error:  # noqa: BLE001 (looked at below)
+            raised.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert not reader.is_alive()
+    with pytest.raises(EngineError, match="process that writes rollouts has ended"):
+        raise raised[0]
