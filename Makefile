@@ -45,8 +45,8 @@ train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip,
 	$(BIN)/tether llm compare --config recipes/quickstart.yaml
 
 lint: $(VENV)/.test  ## style, types and the direction of dependencies
-	$(BIN)/ruff check src tests recipes examples benchmarks docs/*.py
-	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py
+	$(BIN)/ruff check src tests recipes examples benchmarks docs/*.py docs/tutorials/*.py
+	$(BIN)/ruff format --check src tests recipes examples benchmarks docs/*.py docs/tutorials/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
@@ -114,7 +114,7 @@ test-slow: $(VENV)/.test  ## the tests that take minutes each
 
 $(VENV)/.docs: $(VENV)/.train
 	@echo "Installing what the documentation needs into $(VENV) (once) ..."
-	$(PIP) --editable ".[llm,docs]"
+	$(PIP) --editable ".[llm,episodic,docs]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.train
@@ -136,6 +136,15 @@ audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for
 .PHONY: wheel test-main
 wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone
 	$(BIN)/python tests/wheel.py $(if $(TAG),--tag $(TAG))
+
+$(VENV)/.site: $(VENV)/.docs
+	@echo "Installing what drives a browser into $(VENV) (once) ..."
+	$(PIP) --editable ".[docs,site]" pytest pytest-timeout
+	@touch $@
+
+.PHONY: test-site
+test-site: docs $(VENV)/.site  ## the built documentation and a report in a headless browser (the system's Chromium)
+	$(BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/site
 
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -124,7 +124,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Hand the written pages to MkDocs."""
     from mkdocs.structure.files import File
 
-    for path, content in written_pages().items():
+    for path, content in {**written_pages(), **written_pictures()}.items():
         files.append(File.generated(config, path, content=content))
     return files
 
@@ -160,6 +160,17 @@ def written_pages() -> dict[str, str]:
     return pages
 
 
+def written_pictures() -> dict[str, str]:
+    """Every picture that is drawn here: its path and its SVG."""
+    curves = _beside("docs", "method_curves")
+    themes = {"light": "", "dark": "-dark"}
+    return {
+        f"methods/{name}{suffix}.svg": curves.figure_svg(name, theme)
+        for name in method_names()
+        for theme, suffix in themes.items()
+    }
+
+
 def method_names() -> list[str]:
     """The losses, TROLL first."""
     losses = _losses()
@@ -176,6 +187,7 @@ def method_page(name: str) -> str:
     return "\n\n".join(
         [
             f"# {name}",
+            _beside("docs", "method_curves").section(name),
             f"In configs: `{_in_configs(name)}`.",
             f"::: tether.losses.{name}.{name}",
             "## Checked against",

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import doctest_fences  # noqa: E402
+import method_curves  # noqa: E402
 import site_pages  # noqa: E402
 import study_tables  # noqa: E402
 
@@ -67,6 +68,34 @@ def test_every_method_has_a_page_with_its_source_and_its_checks() -> None:
         assert f"::: tether.losses.{name}.{name}" in page
         checked = page.partition("## Checked against")[2].partition("##")[0]
         assert re.search(r"verl|TRL|equation|float64", checked), name
+
+
+def test_every_method_says_when_to_take_it() -> None:
+    assert set(method_curves.WHEN) == set(site_pages.method_names())
+    assert set(method_curves.BESIDE) <= set(method_curves.WHEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "ratio", "weight"),
+    [
+        ("unclipped", 1.0, 2.0, 2.0),  # -r A
+        ("ppo_clip", 1.0, 2.0, 0.0),  # outside 1 + 0.2, in the direction of the advantage
+        ("ppo_clip", -1.0, 2.0, 2.0),  # outside, but on its way back
+        ("ppo_clip", 1.0, 0.5, 0.5),
+        ("tis", 1.0, 4.0, 2.0),  # min(r, 2)
+        ("kl_penalty", 1.0, 2.0, 1.0),  # r A less the slope of r - 1 - log r
+        ("pspo", 1.0, 2.0, 1.8),  # 0.9 r
+        ("troll", 1.0, 1.0, 1.0),
+    ],
+)
+def test_curves_are_the_slopes_of_the_losses(
+    name: str, advantage: float, ratio: float, weight: float
+) -> None:
+    assert method_curves.weights(name, advantage, [ratio])[0] == pytest.approx(weight, abs=1e-9)
+
+
+def test_troll_turns_a_token_back_that_left_the_region() -> None:
+    assert method_curves.weights("troll", 1.0, [3.0])[0] < -0.1
 
 
 def test_examples_are_fenced_wherever_they_stand() -> None:
