@@ -158,7 +158,7 @@ def test_what_a_reload_raises_reaches_the_caller() -> None:
 
 
 def _worker(**changes: Any) -> Any:
-    alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True)
+    alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True, terminate=lambda: None)
     healthy = {"_loop_kwargs": {}, "start": lambda: None, "check_health": lambda _: None, "_process": alive}
     return SimpleNamespace(**{**healthy, **changes})
 

@@ -144,6 +144,14 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
     worker._loop_kwargs["report_top_k"] = top_k
     start, check_health = worker.start, worker.check_health
 
+    def check_what_it_talks_to() -> None:
+        try:
+            check_server()
+        except EngineError:
+            if worker._process is not None:  # or it would wait for answers while it is asked to stop
+                worker._process.terminate()
+            raise
+
     def start_and_let_go() -> None:
         start()
         # With the child alone holding the end that writes, its death is the end of the file. Otherwise a
@@ -155,7 +163,7 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
             check_health(stale_after_s)
         except RuntimeError as error:
             cause = str(error.__cause__ or error).strip().splitlines()
-            check_server()  # of which the worker's failure is often the echo
+            check_what_it_talks_to()  # of which the worker's failure is often the echo
             raise EngineError(f"The rollout worker failed: {cause[0]}. {LOOK_AT_ITS_OUTPUT}") from error
         process = worker._process
         if process is not None and not process.is_alive():
@@ -163,7 +171,7 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
                 f"The rollout worker's process {process.pid} has ended (exit code {process.exitcode}). "
                 f"{LOOK_AT_ITS_OUTPUT}"
             )
-        check_server()
+        check_what_it_talks_to()
 
     worker.start = start_and_let_go
     worker.check_health = name_what_stopped

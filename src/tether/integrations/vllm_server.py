@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class VLLMServer:
         ```
     """
 
-    def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 30.0) -> None:
+    def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 40.0) -> None:
         self.url, self.timeout, self.silence = url.rstrip("/"), timeout, silence
 
     def reload(self, folder: Path) -> None:
@@ -67,10 +68,12 @@ class VLLMServer:
         """See whether its engine answers; between two steps of it, however many requests wait.
 
         Raises:
-            EngineError: it does not, within `silence` seconds.
+            EngineError: it does not, within `silence` seconds and a quarter.
         """
+        began = time.monotonic()
         self._ask("GET", "/health", self.silence)
-        self._ask("GET", "/is_sleeping", self.silence)
+        left = self.silence - (time.monotonic() - began)
+        self._ask("GET", "/is_sleeping", max(left, self.silence / 4))
 
     def complete(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         """An answer to ``/v1/completions``.
