@@ -30,8 +30,17 @@ PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- made by make test-matrix: begin -->\n", "<!-- made by make test-matrix: end -->\n"
 
 #: Minutes, not the whole suite: what touches the other packages most, and the core under another Python.
-CORE = ("tests/projection/test_certificate.py",)
-TRL = ("tests/integrations/test_trl_seam.py", "tests/integrations/test_trl_identity.py")
+CORE = (
+    "tests/projection/test_certificate.py",
+    "tests/projection/test_sparse.py",
+    "tests/losses/test_troll.py",
+)
+TRL = (
+    "tests/integrations/test_trl_seam.py",
+    "tests/integrations/test_trl_identity.py",
+    "tests/integrations/test_trl_loss.py",
+    "tests/integrations/test_sparse_head.py",
+)
 TRACKERS = ("tests/experiments/test_trackers.py",)
 VERL = ("tests/verl/test_verl_contract.py", "tests/verl/test_verl_losses.py")
 
@@ -72,6 +81,7 @@ def main() -> None:
         raise SystemExit(f"No environment {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}.")
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     if not asked.table:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
         for name in asked.names or ENVIRONMENTS:
             python = make(name, ENVIRONMENTS[name])
             found[name] = run(name, ENVIRONMENTS[name], python)

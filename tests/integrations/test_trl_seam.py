@@ -58,7 +58,8 @@ def test_a_method_that_moved_is_refused_where_a_trainer_is_first_imported() -> N
     assert "MissingDependencyError" in result.stderr
     assert "_prepare_inputs takes (self, generation_batch, ...); found (self, batches)" in result.stderr
     assert "_prepare_inputs: every entry of a batch of rollouts is shuffled" in result.stderr
-    assert "whether it does cannot be read" in result.stderr
+    # Python 3.13 has the source of what was typed in.
+    assert "whether it does cannot be read" in result.stderr or "gone: if self._step %" in result.stderr
 
 
 @pytest.mark.parametrize(("package", "newer"), [("trl", "1.99.0"), ("transformers", "5.99.0.dev0")])
