@@ -115,7 +115,8 @@ def test_the_switch_is_what_it_stands_for() -> None:
 
 def test_the_samplers_switch_is_what_it_stands_for() -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
-        switched = compose("ppo_trainer", [verl_switch.SAMPLER_SWITCH])
+        named = "actor_rollout_ref.rollout.name=vllm"
+        switched = compose("ppo_trainer", [verl_switch.SAMPLER_SWITCH, named])
         spelt = compose("ppo_trainer", verl_switch.lines(verl_switch.sampler_configuration()))
     assert switched.actor_rollout_ref.rollout.custom.troll_top_k == 64
     assert switched.algorithm.rollout_correction.bypass_mode
