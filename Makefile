@@ -161,7 +161,7 @@ picture: $(VENV)/.test  ## the picture of the modules in CONTRIBUTING.md
 	$(BIN)/python docs/module_picture.py
 
 # One study a target, as in benchmarks/studies/README.md; MINUTES=30 makes half an hour of each of its grids.
-STUDIES := $(patsubst %,study-%,search a b c d e f g h i l)
+STUDIES := $(patsubst %,study-%,search a b c d e f g h i k l)
 # One whose grids are numbered in the order of what they say: MINUTES=30 makes half an hour of them all.
 .PHONY: study-j
 study-j: $(VENV)/.train
@@ -181,11 +181,23 @@ $(STUDIES): study-%: $(VENV)/.train
 	@set -e; for grid in $(sort $(wildcard benchmarks/studies/$*.yaml benchmarks/studies/$*-*.yaml)); do \
 		echo "== $$grid"; $(STUDY) $$grid; done
 
-# (i) needs a model with a real vocabulary.
-study-i: models/smollm2-135m-instruct
+# (i) needs a model with a real vocabulary, (k) models that were trained on text.
+study-i study-k: models/smollm2-135m-instruct
+study-k: models/gemma-3-270m
 
-models/smollm2-135m-instruct: | $(VENV)/.test
+$(VENV)/.gguf: $(VENV)/.train
+	$(PIP) gguf
+	@touch $@
+
+models/smollm2-135m-instruct: | $(VENV)/.gguf
 	$(BIN)/python recipes/smollm2.py
+
+models/gemma-3-270m: | $(VENV)/.gguf
+	$(BIN)/python recipes/gemma3.py
+
+.PHONY: train-real
+train-real: models/smollm2-135m-instruct $(VENV)/.train  ## SmolLM2-135M learns word problems with TROLL, end in a report; goes on after a kill
+	$(BIN)/tether llm compare --config recipes/train_real.yaml $(if $(MINUTES),--minutes $(MINUTES))
 
 study-quick: $(VENV)/.train  ## a small version of studies (a) to (c); all: study-a ... study-l
 	$(STUDY) benchmarks/studies/quick/b.yaml

@@ -147,6 +147,7 @@ def test_results_on_a_methods_page_are_those_of_the_kept_runs(monkeypatch: pytes
 def test_every_study_of_success_is_on_the_page_of_results_with_its_runs() -> None:
     grids = [path.read_text() for path in (ROOT / "benchmarks" / "studies").rglob("*.yaml")]
     names = {text.split("output: runs/studies/")[1].split()[0] for text in grids}
+    names = {name for name in names if not name.startswith("k-")}  # (k) has no finished run yet
     assert set(study_tables.STUDIES) == names - {"i"}  # (i) is about cost
     begun = {name for name in names if name.startswith("j-")}  # whose later grids have no run yet
     assert names - begun <= set(study_tables.comparisons()) <= names

@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from scripts import REPOSITORY, load_script
 from tether.cli import _parse
 from tether.llm.config import TrainConfig
+from tether.llm.grid import cells
 from tether.llm.tasks import make_task
 from tether.llm.trainers import _trl_settings
 
@@ -48,6 +49,16 @@ def test_the_quickstart_is_a_comparison_that_parses() -> None:
 
     quickstart = _parse(CompareConfig, "tether llm compare", ["--config", str(RECIPES / "quickstart.yaml")])
     assert quickstart.methods == ("troll", "clip")
+
+
+def test_the_run_of_a_real_model_is_a_comparison_whose_every_cell_goes_together() -> None:
+    from tether.llm.compare_config import CompareConfig
+
+    path = RECIPES / "train_real.yaml"
+    grid = _parse(CompareConfig, "tether llm compare", ["--config", str(path), "--methods", "troll", "clip"])
+    for cell in cells(grid):
+        assert (cell.train.rollouts, cell.train.share_prefixes) == ("compact", True)
+        assert make_task(cell.train.task, **cell.train.task_options).chat
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
