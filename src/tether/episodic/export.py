@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import logging
 import warnings
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tether import __version__
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.episodes import Starts
 from tether.episodic.evaluate import evaluation_seeds
@@ -219,7 +219,7 @@ def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
     steps = [checkpoint.step for checkpoint in run.checkpoints()]
     size = learner.seen_size
     return {
-        "made_by": f"tether-rl {__version__}",
+        "made_by": f"tether-rl {importlib.metadata.version('tether-rl')}",
         "environment": spec.env_id,
         "algorithm": learner.config.algo,
         "seed": learner.config.seed,

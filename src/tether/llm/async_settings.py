@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tether.errors import ConfigError
 from tether.llm.methods import TROLL, Clip
-
-if TYPE_CHECKING:
-    from tether.llm.config import TrainConfig
 
 #: Setting -> the value at which it asks for nothing, and what to do instead.
 _NOT_THERE: dict[str, tuple[object, str]] = {
@@ -26,8 +23,11 @@ _NOT_THERE: dict[str, tuple[object, str]] = {
 }
 
 
-def check_async(config: TrainConfig) -> None:
+def check_async(config: Any) -> None:
     """Refuse what a run with ``rollouts="vllm-async"`` cannot have, and its settings in other runs.
+
+    Args:
+        config: a `TrainConfig`, which calls this while it is made.
 
     Raises:
         ConfigError: naming the setting and what to do.

@@ -37,9 +37,8 @@ class _ProjectRows(torch.autograd.Function):
         constrained, converged = (torch.empty_like(step, dtype=torch.int8) for _ in range(2))
         numbers = torch.finfo(new.dtype)
         wide = new.shape[-1] > _IN_REGISTERS
-        kernel, known = project_kernel, ()
-        if wide:
-            kernel, known = project_wide_kernel, (new.new_empty((len(new), KNOWN)),)
+        kernel = project_wide_kernel if wide else project_kernel
+        known = [new.new_empty((len(new), KNOWN))] if wide else []
         with torch.cuda.device_of(new):
             kernel[(len(new),)](
                 new, old, bound, log_probs, step, kl, constrained, converged, *known, new.shape[-1],
