@@ -143,7 +143,7 @@ def add_sparse_head(
             labels = torch.nn.functional.pad(labels, (1, 0), value=IGNORED_LABEL)
         rows = _Rows.of(lm_head, states, labels, weights_at_hand)
         if old_tokens is not None:
-            found = rows.projected(old_tokens, head)
+            found: dict[str, Any] = dict(rows.projected(old_tokens, head))
         else:
             found = rows.on_support(support_ids, support_truncated, support_top_k, support_mass, head)
             found["hidden"] = rows.hidden if keep_hidden else None
