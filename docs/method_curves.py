@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OLD_PROBABILITY = 0.2
 RATIOS = np.unique(
-    np.concatenate([np.geomspace(0.25, 4.0, 65), [0.9995, 0.9996, 0.9999, 1.0003, 1.0005, 1.001]])
+    np.concatenate([np.geomspace(0.25, 4.0, 33), [0.9995, 0.9996, 0.9999, 1.0003, 1.0005, 1.001]])
 )
 
 #: When to take it; docs/how_to_choose.md and docs/studies.md have the measurements behind it.

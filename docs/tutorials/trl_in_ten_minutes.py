@@ -2,7 +2,7 @@
 # # TRL in ten minutes
 #
 # A GRPO script becomes a TROLL script by two names. Here it trains the model that ships with Tether, half a million
-# parameters that add two-digit numbers and have picked up bad habits, for a few steps on a CPU.
+# parameters that add three-digit numbers and have picked up bad habits, for a few steps on a CPU.
 
 # %%
 import tempfile
@@ -15,7 +15,7 @@ from tether import TROLLConfig, TROLLTrainer
 from tether.llm.models import embedded_model_path
 
 model = str(embedded_model_path())
-sums = [(a, b) for a in range(21, 99, 6) for b in range(13, 99, 7)]
+sums = [(a, b) for a in range(121, 999, 67) for b in range(113, 999, 61)]
 dataset = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums])
 
 
@@ -29,7 +29,7 @@ def reward(completions, answer, **_):
 # %%
 args = TROLLConfig(
     output_dir=tempfile.mkdtemp(), troll_kl_bound=0.05, learning_rate=3e-4, max_steps=32, logging_steps=8,
-    per_device_train_batch_size=32, num_generations=8, max_completion_length=6, use_cpu=True, bf16=False,
+    per_device_train_batch_size=32, num_generations=8, max_completion_length=8, use_cpu=True, bf16=False,
     report_to="none", save_strategy="no", disable_tqdm=True, seed=0, gradient_checkpointing=False,
 )  # fmt: skip
 trainer = TROLLTrainer(
