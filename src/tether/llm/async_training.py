@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,3 +171,12 @@ def _longest(trainer: RecordedTrainer, tokenizer: Any) -> int:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def server_at_hand(
+    config: TrainConfig, trainer: Any, tokenizer: Any, say: Callable[[str], None]
+) -> AbstractContextManager[None]:
+    """The server that a run starts for itself, if it does."""
+    if config.rollouts != "vllm-async":
+        return nullcontext()
+    return served(config, trainer, tokenizer, say)

@@ -105,17 +105,6 @@ def engine_memory(config: TrainConfig, parameters: int) -> int:
     return parameters * (2 if half else 4) + int(cache * 2**30) + _ENGINE_ON_CPU
 
 
-def server_at_hand(
-    config: TrainConfig, trainer: Any, tokenizer: Any, say: Callable[[str], None]
-) -> AbstractContextManager[None]:
-    """The server that a run starts for itself, if it does."""
-    if config.rollouts != "vllm-async":
-        return nullcontext()
-    from tether.llm.async_training import served
-
-    return served(config, trainer, tokenizer, say)
-
-
 def able_to_generate(config: TrainConfig, trainer: Any, evaluate: Callable[[], Evaluation]) -> Any:
     """An evaluation during which the model can write responses itself, which in an asynchronous run it never
     does otherwise."""

@@ -15,14 +15,16 @@ from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_eve
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.experiments.trackers import check_trackers
+from tether.llm.async_training import make_async_trainer, server_at_hand
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
-from tether.llm.rollouts import able_to_generate, check_vllm, server_at_hand
+from tether.llm.rollouts import able_to_generate, check_vllm
 from tether.llm.run_kind import LLM_RUNS
 from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
+from tether.llm.trainers import make_trainer
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
@@ -117,14 +119,10 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
 
 def _build(config: TrainConfig, model: Any, tokenizer: Any, task: Any) -> OldPolicyTrainer:
     """The trainer, built before the run's folder so that a refusal leaves nothing behind."""
-    if config.rollouts == "vllm-async":
-        from tether.llm.async_training import make_async_trainer as make_trainer
-    else:
-        from tether.llm.trainers import make_trainer
-
+    make = make_async_trainer if config.rollouts == "vllm-async" else make_trainer
     # TRL makes its output folder at once; checkpoints go elsewhere (`_save_checkpoint`).
     with tempfile.TemporaryDirectory() as folder:
-        return make_trainer(config, model, tokenizer, task, Path(folder))
+        return make(config, model, tokenizer, task, Path(folder))
 
 
 def _run(
