@@ -111,8 +111,10 @@ def test_limits_that_forbid_the_motion(run, tmp_path):
 
 
 def test_the_command(run, tmp_path, capsys):
-    main(["episodic", "export", str(run), "--output", str(tmp_path / "o"), "--formats", "torch",
-          "--limits.velocity", "2.5", "--motions", "0"])  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main(["episodic", "export", str(run), "--output", str(tmp_path / "o"), "--formats", "torch",
+              "--limits.velocity", "2.5", "--motions", "0"])  # fmt: skip
+    assert ended.value.code == 0
     assert "Written and compared" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["motion.json", "motion.pt2"]
     limits = json.loads((tmp_path / "o" / "motion.json").read_text())["limits"]

@@ -17,6 +17,6 @@ def test_it_draws_limits_via_points_and_replanning(
     said = capsys.readouterr().out
     slower, speed = re.search(r"([\d.]+) times slower: ([\d.]+) m/s", said).groups()
     assert float(slower) > 1
-    assert float(speed) == 1.0  # the limit
+    assert 0 < float(speed) <= 1.0  # the limit, unless that of the acceleration is met first
     assert float(re.search(r"differs by (\S+) m", said)[1]) < 1e-6
     assert (tmp_path / "motion.png").stat().st_size > 10_000

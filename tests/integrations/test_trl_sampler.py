@@ -32,6 +32,9 @@ class _Watched(TROLLTrainer):
 
         self.model.forward = counted
 
+    def _loss_in_forward(self, inputs: dict[str, Any]) -> None:
+        return None  # projected afterwards, where it can be watched
+
     def _project(self, evaluation: Any, inputs: dict[str, Any]) -> Any:
         tokens = super()._project(evaluation, inputs)
         self.seen.append({**inputs, "tokens": tokens})

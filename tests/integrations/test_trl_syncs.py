@@ -28,7 +28,7 @@ TOKENS = ("integrations/sparse_head.py:_Rows.of", ROWS)
 IN_ONE_PASS: Waits = {("losses/linear.py:_Rows.__init__", ROWS): 1}
 BY_SEQUENCE: Waits = IN_ONE_PASS | {("losses/linear.py:linear_policy_loss", TO_HOST): 1}
 AFTERWARDS: Waits = {TOKENS: 1}
-METRICS = ("integrations/trl_trainer.py:OldPolicyTrainer._log_tokens", TO_HOST)
+METRICS = ("integrations/lag_metrics.py:by_process", TO_HOST)
 #: Once a batch of rollouts, whatever keeps an old policy: the slots that are filled, of two micro-batches.
 PACKED: Waits = {
     ("projection/compact.py:CompactLogProbs.pack", ROWS): 2,

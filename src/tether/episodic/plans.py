@@ -144,13 +144,14 @@ def plan_motion(
         InvalidInputError: times in the wrong order, or sizes that do not fit.
 
     Example:
+        >>> import torch
         >>> from tether.episodic.prodmp import ProDMPConfig
         >>> motion = ProDMP(ProDMPConfig(num_basis=3, tau=1.0), num_dof=1)
         >>> state = torch.zeros(1, dtype=torch.float64)
         >>> weights = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
         >>> free = plan_motion(motion, weights, state, state, 0.01, 2.0)
         >>> slow = plan_motion(motion, weights, state, state, 0.01, 2.0, limits=MotionLimits(velocity=0.5))
-        >>> free.velocities.max() > 1, round(slow.velocities.max(), 3), slow.slowed > 2
+        >>> bool(free.velocities.max() > 1), round(float(slow.velocities.max()), 3), slow.slowed > 2
         (True, 0.5, True)
     """
     if on_violation not in get_args(OnViolation):

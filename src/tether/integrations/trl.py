@@ -14,6 +14,7 @@ from tether.errors import ConfigError
 from tether.integrations.trl_config import TROLLConfig, lag_bound
 from tether.losses import PolicyLoss, ProjectedTokens, aggregate, project_tokens, troll_objective
 from tether.losses.linear import Reach
+from tether.projection import SparseLogProbs
 
 # isort: split
 from tether.integrations.exact_head import OldTokens
@@ -103,6 +104,9 @@ class TROLLTrainer(ObjectiveTrainer):
             kl_bound=self.args.troll_kl_bound,
             region=self.args.troll_region,
         )
+
+    def _compared_with(self, inputs: dict[str, Any]) -> OldTokens | SparseLogProbs:
+        return self._old_tokens(inputs) if self.args.troll_support == "exact" else old_support(inputs)
 
     def _obstacle(self) -> str | None:
         return obstacle_of_region(self.args)

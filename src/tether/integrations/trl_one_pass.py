@@ -8,7 +8,6 @@ from typing import Any
 
 from tether.integrations.loss_options import GIVEN, given_to
 from tether.integrations.one_pass_head import LossOfTokens
-from tether.integrations.trl_old_policy import old_support
 from tether.losses.linear import REACH
 
 _log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ def loss_in_forward(trainer: Any, inputs: dict[str, Any]) -> LossOfTokens | None
     return LossOfTokens(
         objective=lambda tokens: trainer._objective(tokens, None, inputs),
         depends_on=trainer._depends_on,
-        old=trainer._old_tokens(inputs) if trainer.keep_hidden else old_support(inputs),
+        old=trainer._compared_with(inputs),
         old_log_probs=inputs["old_per_token_logps"],
         kl_bound=trainer.args.troll_kl_bound if trainer._bounded else math.inf,
     )

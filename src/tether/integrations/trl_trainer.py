@@ -27,14 +27,14 @@ from tether.errors import TetherError
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig  # noqa: F401
 from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
-from tether.projection import truncated_weights
+from tether.projection import SparseLogProbs, truncated_weights
 from tether.settings import TROLLSettings
 
 # isort: split
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from tether.integrations.exact_head import HeadSnapshot, take_snapshot
+from tether.integrations.exact_head import HeadSnapshot, OldTokens, take_snapshot
 from tether.integrations.lag_metrics import by_process, lag_metrics
 from tether.integrations.one_pass_head import LossOfTokens
 from tether.integrations.packing import Packing, add_packing
@@ -280,6 +280,10 @@ class OldPolicyTrainer(ReportingTrainer):
     def _bounded(self) -> bool:
         """Whether there is a bound that could project anything: here, divergences are measured alone."""
         return False
+
+    def _compared_with(self, inputs: dict[str, Any]) -> OldTokens | SparseLogProbs:
+        """What a loss in the forward compares with: here, the distributions on the ids kept."""
+        return old_support(inputs)
 
     def _loss_in_forward(self, inputs: dict[str, Any]) -> LossOfTokens | None:
         """The loss, if the forward is to compute it: here, TRL's own is all there is."""

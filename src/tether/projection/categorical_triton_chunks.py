@@ -52,7 +52,7 @@ def project_wide_kernel(
         spread = _variance_at_zero(new, old, curve, outcomes, BLOCK)
         end = divergence
         if divergence == float("inf"):
-            end, _ = _kl_and_slope(scale, new, old, curve, outcomes, BLOCK)
+            end, _slope = _kl_and_slope(scale, new, old, curve, outcomes, BLOCK)
         x = scale
         met = limit > 0
         if end > limit:
@@ -61,7 +61,7 @@ def project_wide_kernel(
                 new, old, curve, outcomes, limit, low, scale, first_guess(end, limit, scale, spread),
                 TOLERANCE, EPSILON, BLOCK,
             )  # fmt: skip
-        largest, total, mean, _ = _moments(x, new, old, curve, outcomes, BLOCK)
+        largest, total, mean, _square = _moments(x, new, old, curve, outcomes, BLOCK)
         for first in range(0, outcomes, BLOCK):
             column, start, ratio, _ = _chunk(new, old, curve, first, outcomes, BLOCK)
             tl.store(log_probs + column, start + x * ratio - largest - total, mask=column < outcomes)
