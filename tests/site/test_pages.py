@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,8 @@ def overflow(page: Any) -> int:
 def test_every_page_opens_without_an_error_and_fits(
     browser: Any, site: Path, width: str, scheme: str
 ) -> None:
-    pages = sorted(site.rglob("*.html"))
+    # A server gives the page of what is not there for any address, so its links are absolute.
+    pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
     assert len(pages) > 40
     found = {}
     for path in pages:
@@ -67,7 +69,7 @@ def test_every_page_opens_without_an_error_and_fits(
                 wrong.append(f"{overflow(page)} pixels too wide")
             if wrong:
                 found[path.relative_to(site).as_posix()] = wrong
-    assert not found
+    assert not found, json.dumps(found, indent=1)[:4000]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -33,7 +33,7 @@ def finish(output: Path, *more: str) -> str:
         timeout=550, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-3000:]
-    return finished.stdout
+    return finished.stdout + finished.stderr  # progress goes to the latter
 
 
 def steps(output: Path) -> int:
