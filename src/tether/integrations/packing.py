@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, InvalidInputError
-from tether.integrations.shared_prefixes import SharedLayout, move
+from tether.integrations.shared_prefixes import RowLayout, SharedLayout
 
 _OFF = (
     "Switch packing off: pack_sequences=False, --no-pack-sequences on the command line, "
@@ -37,11 +37,12 @@ _KNOWN_KEYWORDS = frozenset({"use_cache", "output_router_logits", "return_dict"}
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class PackedLayout(RowLayout):
     """Where the N tokens of padded rows [B, W] stand in packed rows [R, L].
 
     A packed row holds whole sequences, one after the other. Position ids begin at 0 with each, which is how
-    Transformers tells them apart: it lets no token attend to one of another sequence.
+    Transformers tells them apart: it lets no token attend to one of another sequence. What follows a row's
+    last sequence counts on, and nobody attends to it.
 
     Example:
         >>> mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0]])
@@ -58,14 +59,6 @@ class PackedLayout:
                 [4, 5, 0, 0],
                 [0, 6, 0, 0]])
     """
-
-    padded: tuple[Tensor, Tensor]
-    """Row and column of each token in padded rows, [N] each."""
-    packed: tuple[Tensor, Tensor]
-    """The same in packed rows."""
-    position_ids: Tensor
-    """[R, L]; what follows a row's last sequence counts on, and nobody attends to it."""
-    padded_shape: tuple[int, int]
 
     @classmethod
     def of(cls, attention_mask: Tensor, *, one_row: bool = False) -> PackedLayout:
@@ -112,14 +105,6 @@ class PackedLayout:
             position_ids.to(device),
             (mask.shape[0], mask.shape[1]),
         )
-
-    def pack(self, values: Tensor) -> Tensor:
-        """Padded values [B, W, ...] as packed ones [R, L, ...]; zero where there is no token."""
-        return move(values, self.padded, self.packed, tuple(self.position_ids.shape))
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Packed values [R, L, ...] as padded ones [B, W, ...]; zero where there is padding."""
-        return move(values, self.packed, self.padded, self.padded_shape)
 
 
 def add_packing(model: PreTrainedModel) -> None:

@@ -14,7 +14,31 @@ _TOKENS_A_ROW = 768
 
 
 @dataclass(frozen=True)
-class SharedLayout:
+class RowLayout:
+    """Where the tokens of padded rows [B, W] stand in packed rows [R, L]."""
+
+    padded: tuple[Tensor, Tensor]
+    """Row and column of each token in padded rows, [N] each."""
+    packed: tuple[Tensor, Tensor]
+    """The same in packed rows."""
+    position_ids: Tensor
+    """[R, L]: of a token, how many come before it in its sequence."""
+    padded_shape: tuple[int, int]
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Padded values [B, W, ...] as packed ones [R, L, ...]; zero where there is no token.
+
+        Where sequences share a token, their values there must be alike, as ids are.
+        """
+        return _move(values, self.padded, self.packed, tuple(self.position_ids.shape))
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Packed values [R, L, ...] as padded ones [B, W, ...]; zero where there is padding."""
+        return _move(values, self.packed, self.padded, self.padded_shape)
+
+
+@dataclass(frozen=True)
+class SharedLayout(RowLayout):
     """Where the tokens of padded rows [B, W] stand in packed rows [R, L] of distinct beginnings.
 
     Two sequences with the same first tokens, as all responses to one prompt and whatever a chat template
@@ -37,15 +61,8 @@ class SharedLayout:
                 [9, 5, 0, 0]])
     """
 
-    padded: tuple[Tensor, Tensor]
-    """Row and column of each token in padded rows, [N] each."""
-    packed: tuple[Tensor, Tensor]
-    """The same in packed rows, where tokens of several sequences may be one."""
-    position_ids: Tensor
-    """[R, L]: how many tokens come before in the sequence."""
     attention_mask: Tensor
     """[R, 1, L, L] bool: which tokens are on the way to each, itself among them."""
-    padded_shape: tuple[int, int]
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor) -> SharedLayout:
@@ -84,20 +101,9 @@ class SharedLayout:
             (rows.to(device), columns.to(device)),
             (place[0, rows, columns].to(device), place[1, rows, columns].to(device)),
             positions.to(device),
-            seen[:, None].to(device),
             (mask.shape[0], mask.shape[1]),
+            seen[:, None].to(device),
         )
-
-    def pack(self, values: Tensor) -> Tensor:
-        """Padded values [B, W, ...] as packed ones [R, L, ...]; zero where there is no token.
-
-        They must be alike where tokens are shared, as ids are.
-        """
-        return move(values, self.padded, self.packed, tuple(self.position_ids.shape))
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Packed values [R, L, ...] as padded ones [B, W, ...]; zero where there is padding."""
-        return move(values, self.packed, self.padded, self.padded_shape)
 
 
 class _Tree:
@@ -121,7 +127,7 @@ class _Tree:
         return path
 
 
-def move(
+def _move(
     values: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], shape: tuple[int, ...]
 ) -> Tensor:
     """Values [.., ..., *] at places `source`, put to places `target` of zeros of a shape."""
