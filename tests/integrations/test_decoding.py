@@ -9,7 +9,7 @@ import torch
 from packed_models import make
 
 from tether.errors import InvalidInputError
-from tether.integrations.decoding import decode
+from tether.integrations.decoding import decode, draw
 
 PROMPTS = [[5, 6, 7], [9], [5, 6, 7], [8, 4, 11, 3, 21], [9], [5, 6]]
 
@@ -60,3 +60,39 @@ def test_the_end_token_belongs_to_the_response_and_nothing_follows_it() -> None:
 def test_nothing_to_write_is_refused(prompts: list[list[int]], tokens: int) -> None:
     with pytest.raises(InvalidInputError, match="at least one prompt"):
         decode(make("Llama-3"), prompts, max_new_tokens=tokens, temperature=None, end_ids={2})
+
+
+def test_outcomes_are_drawn_in_proportion_to_their_weights() -> None:
+    """Held to the chi-square bound: weights of many sizes, zeros between them, more than one strip."""
+    torch.manual_seed(0)
+    weights = torch.rand(600).pow(8)
+    weights[::3] = 0
+    drawn = 200_000
+    counts = draw(weights.expand(drawn, -1)).bincount(minlength=600).double()
+    expected = drawn * weights.double() / weights.sum(dtype=torch.float64)
+    assert counts[weights == 0].sum() == 0
+    often = expected > 5
+    rest = torch.stack((counts[~often].sum(), expected[~often].sum()))
+    square = ((counts - expected).square() / expected)[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1]
+    free = int(often.sum())
+    assert abs(square - free) < 5 * (2 * free) ** 0.5
+
+
+@pytest.mark.parametrize("number", [0.0, 0.25, 1 - 2.0**-53])
+@pytest.mark.parametrize("first", [0, 255, 256, 511, 700])
+def test_an_outcome_without_weight_is_never_drawn(
+    monkeypatch: pytest.MonkeyPatch, first: int, number: float
+) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, number))
+    weights = torch.zeros(3, 1000)
+    weights[:, first] = torch.tensor([1e-38, 0.1, 3e7])
+    weights[:, first + 40] = torch.tensor([1e-38, 1e-9, 1.0])
+    chosen = draw(weights)
+    assert set(chosen.tolist()) <= {first, first + 40}
+    assert chosen[0] == (first if number < 0.5 else first + 40)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_weights_that_are_no_distribution_are_named(bad: float) -> None:
+    with pytest.raises(InvalidInputError, match="row 1 sum to"):
+        draw(torch.tensor([[1.0, 2.0], [0.0, bad]]))

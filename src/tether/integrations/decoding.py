@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.integrations.grouped_attention import grouped_attention
 
 # Leaving rows out copies what the model remembers of the others; it pays once so many of them have ended.
 _SHARE_ENDED = 1 / 8
+# Outcomes whose weights are summed together before one is looked for.
+_STRIP = 256
+_BELOW_ONE = 1 - 2.0**-52
 
 
 @torch.no_grad()
@@ -55,6 +59,17 @@ def decode(
             f"Give at least one prompt, none of them empty, and max_new_tokens of at least 1; got "
             f"{len(prompts)} prompts and max_new_tokens={max_new_tokens}."
         )
+    with grouped_attention(model):
+        return _decode(model, prompts, max_new_tokens, temperature, end_ids)
+
+
+def _decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float | None,
+    end_ids: Collection[int],
+) -> list[list[int]]:
     distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     which = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
     ids, mask = _padded(list(distinct), model.device)
@@ -106,4 +121,43 @@ def _choose(logits: Tensor, temperature: float | None) -> Tensor:
     """A token of each row, [B]."""
     if temperature is None:
         return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1)[:, 0]
+    return draw((logits.float() / temperature).softmax(-1))
+
+
+def draw(weights: Tensor) -> Tensor:
+    """An outcome of each row, drawn in proportion to its weights.
+
+    One uniform number a row and sums in float64. `torch.multinomial` draws a number for each outcome, which
+    for a vocabulary costs more than the layers of a small model.
+
+    Args:
+        weights: [B, V], not negative, with a positive sum in each row.
+
+    Returns:
+        Indices [B]; never one of weight zero.
+
+    Raises:
+        InvalidInputError: a row whose weights are not finite, or all zero.
+
+    Example:
+        >>> draw(torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.5]]))
+        tensor([1, 2])
+    """
+    strips = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _STRIP)).unflatten(-1, (-1, _STRIP))
+    sums = strips.sum(-1, dtype=torch.float64)
+    up_to = sums.cumsum(-1)
+    total = up_to[:, -1:]
+    bad = ~(total.isfinite() & (total > 0))[:, 0]
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise InvalidInputError(
+            "Weights to draw by must be finite with a positive sum in each row; those of row "
+            f"{row} sum to {total[row].item()}. Where a model made them, look at its logits."
+        )
+    at = (torch.rand_like(total) * total).clamp_max(_BELOW_ONE * total)
+    strip = torch.searchsorted(up_to, at, right=True)
+    within = strips[torch.arange(len(weights), device=weights.device), strip[:, 0]].double().cumsum(-1)
+    # Rounding may put the number just before the strip, or at its end behind the last outcome with a weight.
+    rest = (at - up_to.gather(-1, strip) + sums.gather(-1, strip)).clamp_min(0)
+    rest = torch.minimum(rest, _BELOW_ONE * within[:, -1:])
+    return (strip * _STRIP + torch.searchsorted(within, rest, right=True))[:, 0]

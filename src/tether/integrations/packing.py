@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.grouped_attention import grouped_attention
 from tether.integrations.shared_prefixes import RowLayout, SharedLayout
 
 _OFF = (
@@ -173,12 +175,13 @@ def _run_packed(
         layout = _shared_layout(backbone, input_ids, attention_mask)
     else:
         layout = PackedLayout.of(attention_mask, one_row=_attends_within_sequences(backbone))
-    output = backbone._padded_forward(
-        input_ids=layout.pack(input_ids),
-        attention_mask=layout.attention_mask if isinstance(layout, SharedLayout) else None,
-        position_ids=layout.position_ids,
-        **{**kwargs, "use_cache": False},
-    )
+    with _attention_of(backbone, shared=shared):
+        output = backbone._padded_forward(
+            input_ids=layout.pack(input_ids),
+            attention_mask=layout.attention_mask if isinstance(layout, SharedLayout) else None,
+            position_ids=layout.position_ids,
+            **{**kwargs, "use_cache": False},
+        )
     output.last_hidden_state = layout.unpack(output.last_hidden_state)
     if output.get("router_logits") is not None:
         packed = layout.position_ids.shape
@@ -186,6 +189,11 @@ def _run_packed(
             layout.unpack(logits.view(*packed, -1)).flatten(0, 1) for logits in output.router_logits
         )
     return output
+
+
+def _attention_of(backbone: Any, *, shared: bool) -> AbstractContextManager[None]:
+    """A checkpointed layer is computed again in the backward pass, outside of what is entered here."""
+    return grouped_attention(backbone) if shared and not backbone.is_gradient_checkpointing else nullcontext()
 
 
 def _shared_layout(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> SharedLayout:
