@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import typing
@@ -44,6 +45,11 @@ def options_of(function: Callable[..., Any], name: str, given: Collection[str] =
     >>> options_of(cut, "cut", given={"seed"})
     {'low': Option(name='low', type=<class 'float'>, default=0.2, help='how far down.')}
     """
+    return dict(_options_of(function, name, frozenset(given)))
+
+
+@functools.cache  # a table of a thousand runs asks a thousand times
+def _options_of(function: Callable[..., Any], name: str, given: frozenset[str]) -> dict[str, Option]:
     keywords = {key: value for key, value in _keywords(function).items() if key not in given}
     without = [key for key, parameter in keywords.items() if parameter.default is parameter.empty]
     if without:

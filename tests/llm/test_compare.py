@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,64 +41,78 @@ def run(folder: Path, *more: str) -> int:
     return ending.value.code
 
 
-def test_a_slice_of_a_study_is_kept_and_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The slice, trained, and what that showed."""
+    folder, shown = tmp_path_factory.mktemp("trained"), io.StringIO()
+    with redirect_stdout(shown):
+        assert run(folder) == 0
+    return folder, shown.getvalue()
+
+
+@pytest.fixture
+def trained(trained_once: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the trained slice, as if it had been trained here."""
+    shutil.copytree(trained_once[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_slice_of_a_study_is_kept_and_grows(
+    trained_once: tuple[Path, str], trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     names = ["dppo-divergencetop-k-kl-u4-lr0.0003-seed0", "troll-u4-lr0.0003-seed0"]
-    assert run(tmp_path) == 0
-    table = tmp_path / "kept.csv"
+    table = trained / "kept.csv"
     assert list(StudyTable(table).runs("runs")) == names
-    assert not (tmp_path / "runs" / names[0] / "checkpoints").exists()  # the disk is given back
-    shown = capfd.readouterr().out
+    assert not (trained / "runs" / names[0] / "checkpoints").exists()  # the disk is given back
+    shown = trained_once[1]
     assert "Success, 4 updates, lr 0.0003" in shown
     assert "TROLL" in shown
-    page = json.loads((tmp_path / "runs" / "report" / "comparison.json").read_text())
+    page = json.loads((trained / "runs" / "report" / "comparison.json").read_text())
     assert [(row["method"], row["samples"]) for row in page["rows"]] == [
         ("TROLL", 16), ("dppo divergence=top-k-kl", 16),
     ]  # fmt: skip
     assert all(row["tokens"] > 16 for row in page["rows"])
 
-    shutil.rmtree(tmp_path / "runs")  # another machine, say
+    shutil.rmtree(trained / "runs")  # another machine, say
     before = table.stat().st_mtime_ns
-    assert run(tmp_path) == 0
+    assert run(trained) == 0
     assert table.stat().st_mtime_ns == before
-    assert not (tmp_path / "runs" / names[0]).exists()
+    assert not (trained / "runs" / names[0]).exists()
     assert capfd.readouterr().out.split("Report:")[0] == shown.split("Report:")[0]
 
-    assert run(tmp_path, "--train.temperature", "0.5") == 1
+    assert run(trained, "--train.temperature", "0.5") == 1
     assert "temperature: 1.0 there, 0.5 here" in capfd.readouterr().err
 
 
-def test_a_run_that_finished_before_a_crash_is_kept_by_the_next_call(tmp_path: Path) -> None:
+def test_a_run_that_finished_before_a_crash_is_kept_by_the_next_call(trained: Path) -> None:
     """The numbers of its folder are enough, whether or not anything is left to train."""
-    assert run(tmp_path) == 0
-    whole = (tmp_path / "kept.csv").read_bytes()
-    for file in tmp_path.glob("kept.*"):
+    whole = (trained / "kept.csv").read_bytes()
+    for file in trained.glob("kept.*"):
         file.unlink()
-    logs = {log: log.read_bytes() for log in (tmp_path / "runs").glob("*.log")}
-    assert run(tmp_path) == 0
-    assert (tmp_path / "kept.csv").read_bytes() == whole
+    logs = {log: log.read_bytes() for log in (trained / "runs").glob("*.log")}
+    assert run(trained) == 0
+    assert (trained / "kept.csv").read_bytes() == whole
     assert {log: log.read_bytes() for log in logs} == logs  # nothing was trained
 
 
-def test_a_run_of_which_the_rows_are_deleted_is_missing_again(tmp_path: Path) -> None:
-    assert run(tmp_path) == 0
-    table = tmp_path / "kept.csv"
+def test_a_run_of_which_the_rows_are_deleted_is_missing_again(trained: Path) -> None:
+    table = trained / "kept.csv"
     lines = table.read_text().splitlines(keepends=True)
     table.write_text("".join(line for line in lines if ",dppo-" not in line))
-    config = read_grid(QUICK, *arguments(tmp_path)[4:])
+    config = read_grid(QUICK, *arguments(trained)[4:])
     assert [cell.method for cell, _ in finished_runs(config).finished] == ["troll"]
 
 
 def test_a_kept_run_from_before_a_setting_existed_had_its_default(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path) == 0
-    path = tmp_path / "kept.settings.yaml"
+    path = trained / "kept.settings.yaml"
     kept = yaml.safe_load(path.read_text())
     del kept["runs"]["shared"]["settings.optimizer"]
     path.write_text(yaml.safe_dump(kept))
-    assert run(tmp_path) == 0
+    assert run(trained) == 0
     capfd.readouterr()
-    assert run(tmp_path, "--train.optimizer", "sgd") == 1
+    assert run(trained, "--train.optimizer", "sgd") == 1
     assert "optimizer: 'adamw' there, 'sgd' here" in capfd.readouterr().err
 
 

@@ -92,7 +92,7 @@ class StudyTable:
         Raises:
             CheckpointError: a damaged table.
         """
-        return {name: run for (where, name), run in self._read().items() if where == grid}
+        return {name: run for (_, name), run in self._read(grid).items()}
 
     def select(self, grid: str | None = None, name: str | None = None) -> list[RunData]:
         """All runs, those of a grid, or one.
@@ -137,13 +137,14 @@ class StudyTable:
             atomic_write_text(self.settings_path, _settings_text(everything))
             atomic_write_text(self.path, _table_text(self.path.stem, everything))
 
-    def _read(self) -> dict[Key, RunData]:
+    def _read(self, grid: str | None = None) -> dict[Key, RunData]:
         if not self.path.exists():
             return {}
         try:
             settings = _read_settings(self.settings_path)
             rows = _read_rows(self.path)
-            return {key: self._run(key, settings[key], found) for key, found in rows.items()}
+            wanted = {key: found for key, found in rows.items() if grid in (None, key[0])}
+            return {key: self._run(key, settings[key], found) for key, found in wanted.items()}
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path} and {self.settings_path.name} are not what was written ({error!r}). "
