@@ -64,7 +64,7 @@ def test_a_token_sees_its_own_sequence_and_nothing_else() -> None:
 
 
 def test_long_batches_are_several_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tether.integrations.shared_prefixes._TOKENS_A_ROW", 10)
+    monkeypatch.setattr("tether.integrations.shared_prefixes._CAPACITIES", (10,))
     model = make("Llama-3", attn_implementation="sdpa")
     ids, mask = alike()
     assert SharedLayout.of(ids, mask).position_ids.shape[0] > 1
@@ -98,3 +98,9 @@ def test_sequences_longer_than_a_window_and_other_attentions_are_refused() -> No
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"\(1, 2\) and \(1, 3\)"):
         SharedLayout.of(torch.ones(1, 2), torch.ones(1, 3))
+
+
+def test_a_little_more_than_fits_into_a_row_does_not_double_what_is_computed() -> None:
+    ids = torch.arange(1, 17)[:, None] * 100 + torch.arange(50)[None]  # 800 tokens, none of them shared
+    rows, length = SharedLayout.of(ids, torch.ones_like(ids)).position_ids.shape
+    assert rows * length <= 1.15 * 800

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 
-# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more.
-_TOKENS_A_ROW = 768
+# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more. Taken is
+# the length with which the least is computed: a little more than one row holds makes two short ones.
+_CAPACITIES = tuple(range(768, 255, -64))
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,20 @@ class SharedLayout(RowLayout):
         mask = attention_mask.detach().cpu() != 0  # the layout is planned on the host
         ids = input_ids.detach().cpu()
         rows, columns = mask.nonzero(as_tuple=True)
-        trees: list[_Tree] = [_Tree()]
-        place = torch.zeros((2, *mask.shape), dtype=torch.long)
         # Sequences that begin alike are neighbours, and so in the same tree.
         order = sorted((ids[row][mask[row]].tolist(), row) for row in range(mask.shape[0]))
-        for tokens, row in order:
-            if trees[-1].paths and len(trees[-1].positions) + len(tokens) > _TOKENS_A_ROW:
-                trees.append(_Tree())
-            path = trees[-1].add(tokens)
-            place[0, row], place[1, row, mask[row]] = len(trees) - 1, torch.tensor(path, dtype=torch.long)
-        length = max(1, *(len(tree.positions) for tree in trees))
+        trees = min((_planted(order, capacity) for capacity in _CAPACITIES), key=_tokens_computed)
+        place = torch.zeros((2, *mask.shape), dtype=torch.long)
+        for index, tree in enumerate(trees):
+            for row, path in tree.paths.items():
+                place[0, row], place[1, row, mask[row]] = index, torch.tensor(path, dtype=torch.long)
+        length = _longest(trees)
         device = input_ids.device
         positions = torch.zeros((len(trees), length), dtype=torch.long)
         seen = torch.eye(length, dtype=torch.bool).repeat(len(trees), 1, 1)
         for index, tree in enumerate(trees):
             positions[index, : len(tree.positions)] = torch.tensor(tree.positions, dtype=torch.long)
-            for path in tree.paths:
+            for path in tree.paths.values():
                 nodes = torch.tensor(path, dtype=torch.long)
                 seen[index, nodes[:, None], nodes] |= torch.ones(len(path), len(path)).tril().bool()
         return cls(
@@ -111,11 +110,11 @@ class _Tree:
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self.paths: list[list[int]] = []
+        self.paths: dict[int, list[int]] = {}
+        """The nodes of each sequence, from the root on, by its row among the padded ones."""
         self._nodes: dict[tuple[int, int], int] = {}
 
-    def add(self, tokens: list[int]) -> list[int]:
-        """The nodes of a sequence, from the root on."""
+    def add(self, row: int, tokens: list[int]) -> None:
         path: list[int] = []
         for position, token in enumerate(tokens):
             key = (path[-1] if path else -1, token)
@@ -123,8 +122,25 @@ class _Tree:
                 self._nodes[key] = len(self.positions)
                 self.positions.append(position)
             path.append(self._nodes[key])
-        self.paths.append(path)
-        return path
+        self.paths[row] = path
+
+
+def _planted(order: list[tuple[list[int], int]], capacity: int) -> list[_Tree]:
+    """Sequences with their rows, put one after another into trees of at most so many tokens, if they fit."""
+    trees = [_Tree()]
+    for tokens, row in order:
+        if trees[-1].paths and len(trees[-1].positions) + len(tokens) > capacity:
+            trees.append(_Tree())
+        trees[-1].add(row, tokens)
+    return trees
+
+
+def _longest(trees: list[_Tree]) -> int:
+    return max(1, *(len(tree.positions) for tree in trees))
+
+
+def _tokens_computed(trees: list[_Tree]) -> int:
+    return len(trees) * _longest(trees)
 
 
 def _move(
