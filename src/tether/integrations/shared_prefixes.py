@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 
-# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more. Taken is
-# the length with which the least is computed: a little more than one row holds makes two short ones.
+# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more. That
+# length is taken with which the least is computed: a little more than one row holds makes two short ones.
 _CAPACITIES = tuple(range(768, 255, -64))
 
 
