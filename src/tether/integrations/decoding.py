@@ -6,7 +6,7 @@ ended until the longest has. On a processor that costs more than the tokens that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from tether.errors import InvalidInputError
 # Leaving rows out copies what the model remembers of the others; it pays once so many of them have ended.
 _SHARE_ENDED = 1 / 8
 
+Watch = Callable[[Tensor, Tensor, Tensor], None]
+"""Told of each step: rows [n] that are written, log-probabilities [n, V] they are drawn from, tokens [n]."""
+
 
 @torch.no_grad()
 def decode(
@@ -26,6 +29,7 @@ def decode(
     max_new_tokens: int,
     temperature: float | None,
     end_ids: Collection[int],
+    watch: Watch | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by tokens drawn from the model's distributions, cut by nothing but temperature.
 
@@ -35,6 +39,7 @@ def decode(
         max_new_tokens: longest response.
         temperature: logits are divided by it; None for the most likely token each time.
         end_ids: tokens that end a response, and belong to it.
+        watch: called at each step; of a row that has ended it may be told more, which is not of the response.
 
     Returns:
         The responses, in the order of the prompts.
@@ -69,7 +74,7 @@ def decode(
     rows, ended = torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.bool)
     responses: list[list[int]] = [[] for _ in prompts]
     for step in range(max_new_tokens):
-        tokens = _choose(logits, temperature)
+        tokens = _choose(logits, temperature, rows, watch)
         for row, token, over in zip(rows.tolist(), tokens.tolist(), ended.tolist(), strict=True):
             if not over:
                 responses[row].append(token)
@@ -102,8 +107,12 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
     return ids.to(device), mask.to(device)
 
 
-def _choose(logits: Tensor, temperature: float | None) -> Tensor:
-    """A token of each row, [B]."""
+def _choose(logits: Tensor, temperature: float | None, rows: Tensor, watch: Watch | None) -> Tensor:
+    """A token of each row, [n]."""
     if temperature is None:
         return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1)[:, 0]
+    log_probs = (logits.float() / temperature).log_softmax(-1)
+    tokens = torch.multinomial(log_probs.exp(), 1)[:, 0]
+    if watch is not None:
+        watch(rows, log_probs, tokens)
+    return tokens

@@ -6,12 +6,13 @@ anything; the trainer is told which, and why as far as is known.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # First, because it says what to install where TRL is missing or another version.
@@ -145,12 +146,8 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
     start, check_health = worker.start, worker.check_health
 
     def check_what_it_talks_to() -> None:
-        try:
+        with abandoning(worker):
             check_server()
-        except EngineError:
-            if worker._process is not None:  # or it would wait for answers while it is asked to stop
-                worker._process.terminate()
-            raise
 
     def start_and_let_go() -> None:
         start()
@@ -175,6 +172,21 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
 
     worker.start = start_and_let_go
     worker.check_health = name_what_stopped
+
+
+@contextlib.contextmanager
+def abandoning(worker: Any) -> Iterator[None]:
+    """Where a server may be found not to answer: the worker, which waits for it as well, then ends at once.
+
+    Asked to stop it would wait on for answers, and the one who is to be told of the server with it.
+    """
+    try:
+        yield
+    except EngineError:
+        process = getattr(worker, "_process", None)
+        if process is not None:
+            process.terminate()
+        raise
 
 
 def _knows_template(tokenizer: Any) -> bool:
