@@ -143,7 +143,7 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
     """
     worker._loop_cls = RecordingLoop
     worker._loop_kwargs["report_top_k"] = top_k
-    start, check_health = worker.start, worker.check_health
+    start, check_health, stop = worker.start, worker.check_health, worker.stop
 
     def check_what_it_talks_to() -> None:
         with abandoning(worker):
@@ -170,8 +170,16 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
             )
         check_what_it_talks_to()
 
+    def stop_unless_gone() -> None:
+        process = worker._process
+        if process is not None and process.pid is not None and not process.is_alive():
+            # A killed process had a thread waiting for TRL's event, and setting that waits for the thread.
+            worker._process = None
+        stop()
+
     worker.start = start_and_let_go
     worker.check_health = name_what_stopped
+    worker.stop = stop_unless_gone
 
 
 @contextlib.contextmanager
@@ -185,7 +193,8 @@ def abandoning(worker: Any) -> Iterator[None]:
     except EngineError:
         process = getattr(worker, "_process", None)
         if process is not None:
-            process.terminate()
+            process.kill()
+            process.join()
         raise
 
 
