@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -158,8 +159,13 @@ def test_what_a_reload_raises_reaches_the_caller() -> None:
 
 
 def _worker(**changes: Any) -> Any:
-    alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True, terminate=lambda: None)
-    healthy = {"_loop_kwargs": {}, "start": lambda: None, "check_health": lambda _: None, "_process": alive}
+    def nothing(*_: Any) -> None:
+        pass
+
+    alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True, kill=nothing, join=nothing)
+    healthy = {
+        "_loop_kwargs": {}, "start": nothing, "stop": nothing, "check_health": nothing, "_process": alive,
+    }  # fmt: skip
     return SimpleNamespace(**{**healthy, **changes})
 
 
@@ -224,3 +230,34 @@ def test_a_sample_cut_off_by_a_kill_does_not_hang_the_trainer() -> None:
     assert not reader.is_alive()
     with pytest.raises(EngineError, match="process that writes rollouts has ended"):
         raise raised[0]
+
+
+def _wait_to_be_told(told: Any, ready: Any) -> None:
+    threading.Thread(target=told.wait, daemon=True).start()  # as TRL's worker does
+    time.sleep(0.2)
+    ready.set()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("found", [False, True], ids=["it was killed", "its server does not answer"])
+def test_a_worker_that_is_gone_is_not_waited_for(found: bool) -> None:
+    """TRL's own `stop` would wait for a thread of the killed process to take notice."""
+    context = torch.multiprocessing.get_context("fork")
+    told, ready = context.Event(), context.Event()
+    child = context.Process(target=_wait_to_be_told, args=(told, ready))
+    worker = _worker(_process=child, _stop_event_mp=told)
+    worker.stop = functools.partial(async_rollout_worker.AsyncRolloutWorker.stop, worker)
+    record(worker, 6, _refuse("The vLLM server is silent"))
+    child.start()
+    assert ready.wait(30)
+    if found:
+        with pytest.raises(EngineError, match="server is silent"):
+            worker.check_health(60.0)
+    else:
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    stopping = threading.Thread(target=worker.stop, daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert not stopping.is_alive()
+    assert worker._process is None

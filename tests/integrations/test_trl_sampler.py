@@ -61,6 +61,20 @@ def test_the_sampler_is_the_policy_trl_would_have_scored(
     assert largest_difference(scored.model, sampled.model) <= rounding.weights
 
 
+def test_compact_rollouts_report_what_they_sample_from(train: Callable[..., Any]) -> None:
+    """Each token's record is of its own place, also when other responses have ended before it."""
+    trainer = train(_Watched, TROLLConfig, troll_anchor="sampler", troll_mass=1.0, max_steps=4,
+                    trainer_arguments={"compact_rollouts": True})  # fmt: skip
+    assert trainer.passes == 0
+    first = trainer.seen[0]
+    mask = first["completion_mask"] > 0
+    assert len(set(mask.sum(-1).tolist())) > 2
+    near = SUMMED_ANOTHER_WAY * unit_of(15 * torch.ones(()), terms=32)
+    assert (first["tokens"].new_log_probs - first["tokens"].old_log_probs)[mask].abs().max() <= near
+    assert first["tokens"].kl[mask].max() <= near  # on all reported ids, not the drawn one alone
+    assert max(seen["tokens"].kl.max() for seen in trainer.seen) > 1e-4
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_truncated_sampling_is_compared_on_the_set_it_keeps(train: Callable[..., Any], top_p: float) -> None:
     trainer = train(_Watched, TROLLConfig, troll_anchor="sampler", troll_kl_bound=0.02, top_k=4, top_p=top_p,

@@ -47,6 +47,13 @@ def _drawn(log_probs: Tensor, drawn: Tensor) -> Tensor:
     return log_probs.gather(-1, drawn[..., None]).squeeze(-1)
 
 
+def _held(old: SampledPolicy) -> Tensor:
+    """Which ids of the vocabulary a report knows, [B, T, V]."""
+    ids = old.support.ids
+    known = torch.zeros(*ids.shape[:-1], V + 1, dtype=torch.bool)
+    return known.scatter_(-1, torch.where(ids < 0, V, ids), True)[..., :-1]
+
+
 def _loss(new: Tensor, mu: Tensor, index: Tensor, **settings: Any) -> Any:
     """Of whole distributions: log-probabilities [B, T, O] of the same outcomes."""
     advantages = torch.linspace(-1, 1, 4).double()
@@ -82,16 +89,13 @@ def test_truncated_sampling_is_bounded_exactly_with_the_gradient_of_whole_distri
 
 
 def test_a_report_with_a_tail_is_the_problem_of_its_outcomes() -> None:
-    """Kept ids and all others as one, added up here from whole distributions; KL is at most the true one."""
+    """Kept ids and all others as one, added up here from whole distributions."""
     mu, new, drawn = _policies(2_000, top_k=None, moved=0.5)
     old = _report(mu, drawn, truncated=False)
     result = _loss_at_sampler(new, old, drawn)
     (found,) = torch.autograd.grad(result.loss, new)
 
-    ids = old.support.ids
-    held = torch.zeros(*drawn.shape, V + 1, dtype=torch.bool).scatter_(
-        -1, torch.where(ids < 0, V, ids), True
-    )[..., :-1]
+    held = _held(old)
 
     def outcomes(log_probs: Tensor) -> Tensor:
         """The vocabulary's outcomes of which the unreported have moved into one more."""
@@ -106,8 +110,24 @@ def test_a_report_with_a_tail_is_the_problem_of_its_outcomes() -> None:
     assert (found - gradient).abs().max() <= 1e-6 * gradient.abs().max()
     tokens = project_tokens(new, old, drawn, torch.ones_like(drawn), kl_bound=BOUND)
     assert torch.allclose(tokens.kl, kl_categorical(outcomes(log_new), outcomes(mu)), rtol=1e-6, atol=1e-12)
-    true = kl_categorical(log_new, mu)
-    assert (tokens.kl <= true + unit_of(true, torch.float64, terms=V)).all()
+
+
+def test_the_divergence_of_a_report_with_a_tail_is_a_lower_bound_of_the_true_one() -> None:
+    """Of 10^5 tokens, and by no more than what the tail hides; what is projected is held to it."""
+    mu, new, drawn = _policies(100_000, top_k=None, moved=0.5)
+    old = _report(mu, drawn, truncated=False)
+    with torch.no_grad():
+        log_new = new.log_softmax(-1)
+        tokens = project_tokens(log_new, old, drawn, torch.ones_like(drawn), kl_bound=BOUND)
+        true = kl_categorical(log_new, mu)
+        tails = (side.masked_fill(_held(old), -torch.inf).log_softmax(-1) for side in (log_new, mu))
+        hidden = tokens.tail_mass * kl_categorical(*tails)
+    allowed = unit_of(true, torch.float64, terms=V)
+    assert (tokens.kl <= true + allowed).all()
+    assert (true - tokens.kl - hidden).abs().max() <= 1e-6 * true.max()  # the chain rule of KL
+    assert hidden.mean() > 0.01
+    assert tokens.projected_kl is not None
+    assert tokens.projected_kl.max() <= BOUND * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("truncated", [False, True])

@@ -6,7 +6,7 @@ ended until the longest has. On a processor that costs more than the tokens that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ _SHARE_ENDED = 1 / 8
 _STRIP = 256
 _BELOW_ONE = 1 - 2.0**-52
 
+Watch = Callable[[Tensor, Tensor, Tensor], None]
+"""Told of each step: rows [n] that are written, log-probabilities [n, V] they are drawn from, tokens [n]."""
+
 
 @torch.no_grad()
 def decode(
@@ -30,6 +33,7 @@ def decode(
     max_new_tokens: int,
     temperature: float | None,
     end_ids: Collection[int],
+    watch: Watch | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by tokens drawn from the model's distributions, cut by nothing but temperature.
 
@@ -39,6 +43,7 @@ def decode(
         max_new_tokens: longest response.
         temperature: logits are divided by it; None for the most likely token each time.
         end_ids: tokens that end a response, and belong to it.
+        watch: called at each step; of a row that has ended it may be told more, which is not of the response.
 
     Returns:
         The responses, in the order of the prompts.
@@ -60,7 +65,7 @@ def decode(
             f"{len(prompts)} prompts and max_new_tokens={max_new_tokens}."
         )
     with grouped_attention(model):
-        return _decode(model, prompts, max_new_tokens, temperature, end_ids)
+        return _decode(model, prompts, max_new_tokens, temperature, end_ids, watch)
 
 
 def _decode(
@@ -69,6 +74,7 @@ def _decode(
     max_new_tokens: int,
     temperature: float | None,
     end_ids: Collection[int],
+    watch: Watch | None,
 ) -> list[list[int]]:
     distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     which = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
@@ -84,7 +90,7 @@ def _decode(
     rows, ended = torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.bool)
     responses: list[list[int]] = [[] for _ in prompts]
     for step in range(max_new_tokens):
-        tokens = _choose(logits, temperature)
+        tokens = _choose(logits, temperature, rows, watch)
         for row, token, over in zip(rows.tolist(), tokens.tolist(), ended.tolist(), strict=True):
             if not over:
                 responses[row].append(token)
@@ -117,11 +123,15 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
     return ids.to(device), mask.to(device)
 
 
-def _choose(logits: Tensor, temperature: float | None) -> Tensor:
-    """A token of each row, [B]."""
+def _choose(logits: Tensor, temperature: float | None, rows: Tensor, watch: Watch | None) -> Tensor:
+    """A token of each row, [n]."""
     if temperature is None:
         return logits.argmax(-1)
-    return draw((logits.float() / temperature).softmax(-1))
+    log_probs = (logits.float() / temperature).log_softmax(-1)
+    tokens = draw(log_probs.exp())
+    if watch is not None:
+        watch(rows, log_probs, tokens)
+    return tokens
 
 
 def draw(weights: Tensor) -> Tensor:

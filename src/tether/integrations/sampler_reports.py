@@ -45,7 +45,7 @@ class Reported(float):
 
     def __new__(cls, log_prob: float, block: ReportBlock, row: int) -> Reported:
         """A float, with its record."""
-        made = super().__new__(cls, log_prob)
+        made = float.__new__(cls, log_prob)
         made.block, made.row = block, row
         return made
 
@@ -111,25 +111,19 @@ def collect(
         InvalidInputError: a token of the model's own without a record, or what `SampledPolicy` refuses.
     """
     shape = tuple(completion_ids.shape)
-    width = max((value.block.ids.shape[1] for value in _some_of_each_block(reported)), default=1)
+    turns = [turn for sequence, values in enumerate(reported) for turn in _turns(sequence, values)]
+    width = max((turn.block.ids.shape[1] for turn in turns), default=1)
     ids = np.full((*shape, width), EMPTY, dtype=np.int64)
     log_probs = np.full((*shape, width), -np.inf, dtype=np.float32)
     own, least = np.zeros(shape, dtype=np.float32), np.full(shape, -np.inf, dtype=np.float32)
     known = np.zeros(shape, dtype=bool)
-    for sequence, values in enumerate(reported):
-        start = 0
-        for block, turn in itertools.groupby(values, _block_of):
-            same = list(turn)
-            tokens = (sequence, slice(start, start + len(same)))
-            start += len(same)
-            if block is None:
-                continue
-            rows = [value.row for value in same if isinstance(value, Reported)]
-            known[tokens], own[tokens] = True, same
-            ids[tokens][:, : block.ids.shape[1]] = block.ids[rows]
-            log_probs[tokens][:, : block.ids.shape[1]] = block.log_probs[rows]
-            if block.least is not None:
-                least[tokens] = block.least[rows]
+    for turn in turns:
+        tokens, rows, block = turn.tokens, turn.rows, turn.block
+        known[tokens], own[tokens] = True, turn.log_probs
+        ids[tokens][:, : block.ids.shape[1]] = block.ids[rows]
+        log_probs[tokens][:, : block.ids.shape[1]] = block.log_probs[rows]
+        if block.least is not None:
+            least[tokens] = block.least[rows]
     mask = mask.cpu()
     _refuse_unrecorded((mask > 0) & ~torch.from_numpy(known))
     has_least = bool(np.isfinite(least[known]).all()) and not truncated
@@ -141,18 +135,31 @@ def collect(
     return policy.to(completion_ids.device)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Tokens in a row whose records share a block."""
+
+    tokens: tuple[int, slice]
+    """Their sequence and their positions."""
+    block: ReportBlock
+    rows: list[int]
+    """Of the block."""
+    log_probs: list[float]
+    """Of the drawn tokens."""
+
+
+def _turns(sequence: int, values: list[float]) -> Iterator[_Turn]:
+    start = 0
+    for block, turn in itertools.groupby(values, _block_of):
+        same = list(turn)
+        if block is not None:
+            rows = [value.row for value in same if isinstance(value, Reported)]
+            yield _Turn((sequence, slice(start, start + len(same))), block, rows, same)
+        start += len(same)
+
+
 def _block_of(value: float) -> ReportBlock | None:
     return value.block if isinstance(value, Reported) else None
-
-
-def _some_of_each_block(reported: list[list[float]]) -> Iterator[Reported]:
-    """A record from each turn of each sequence: those of a turn share their block."""
-    for values in reported:
-        for block, same in itertools.groupby(values, _block_of):
-            if block is not None:
-                first = next(same)
-                assert isinstance(first, Reported)
-                yield first
 
 
 def _refuse_unrecorded(missing: Tensor) -> None:
@@ -165,6 +172,39 @@ def _refuse_unrecorded(missing: Tensor) -> None:
         )
 
 
+class StepRecorder:
+    """The likeliest ids of what is sampled from, noted step by step while responses are written together.
+
+    Args:
+        top_k: ids kept of each token.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+        self._rows: list[Tensor] = []
+        self._kept: list[tuple[Tensor, ...]] = []  # ids, log-probabilities, the least, the drawn one's own
+
+    def note(self, rows: Tensor, log_probs: Tensor, drawn: Tensor) -> None:
+        """One step: of some responses [n] the log-probabilities [n, V] and what was drawn [n]."""
+        values, ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]), sorted=False)
+        own = log_probs.gather(-1, drawn[:, None]).squeeze(-1)
+        self._rows.append(rows)
+        self._kept.append((ids, values.float(), log_probs.amin(-1).float(), own.float()))
+
+    def records(self, completion_ids: list[list[int]]) -> list[list[Reported]]:
+        """A list for each completion, of as many tokens as it has."""
+        rows, lengths = torch.cat(self._rows), [len(ids) for ids in completion_ids]
+        steps = rows.bincount(minlength=len(lengths))  # a response may be written on after its end
+        order = rows.argsort(stable=True)  # the steps of the first response, of the second, ...
+        ids, values, least, own = (torch.cat(kept).cpu()[order] for kept in zip(*self._kept, strict=True))
+        block = ReportBlock(ids.numpy(), values.numpy(), least.numpy())
+        numbers, starts = own.tolist(), (steps.cumsum(0) - steps).tolist()
+        return [
+            [Reported(numbers[place], block, place) for place in range(start, start + length)]
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+
+
 class GenerationRecorder:
     """Watches Transformers' ``generate``: the likeliest ids of what it really samples from, step by step.
 
@@ -173,11 +213,7 @@ class GenerationRecorder:
     """
 
     def __init__(self, model: Any, top_k: int) -> None:
-        self._model, self._top_k = model, top_k
-        self._ids: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._least: list[Tensor] = []
-        self._own: list[Tensor] = []
+        self._model, self._steps = model, StepRecorder(top_k)
         self._waiting: Tensor | None = None  # the last step's distributions, until its tokens are known
 
     def __enter__(self) -> GenerationRecorder:
@@ -200,32 +236,19 @@ class GenerationRecorder:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """One step: tokens so far [B, L] and the logits to sample from [B, V]."""
         self._settle(input_ids[:, -1])
-        log_probs = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
-        values, ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]))
-        self._ids.append(ids)
-        self._values.append(values.float())
-        self._least.append(log_probs.amin(-1).float())
-        self._waiting = log_probs
+        self._waiting = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
         return scores
 
     def _settle(self, drawn: Tensor) -> None:
         if self._waiting is not None:
-            self._own.append(self._waiting.gather(-1, drawn[:, None]).squeeze(-1).float())
+            self._steps.note(torch.arange(len(drawn)), self._waiting, drawn)
             self._waiting = None
 
     def records(self, completion_ids: list[list[int]]) -> list[list[Reported]]:
         """A list for each completion, of as many tokens as it has."""
-        steps, rows = len(self._ids), len(completion_ids)
         if self._waiting is not None:
-            last = [ids[steps - 1] if len(ids) == steps else 0 for ids in completion_ids]
+            # What the last step drew is in the longest completions alone.
+            longest = max(map(len, completion_ids))
+            last = [ids[-1] if len(ids) == longest else 0 for ids in completion_ids]
             self._settle(torch.tensor(last, device=self._waiting.device))
-        own = torch.stack(self._own, 1).tolist()
-        block = ReportBlock(
-            torch.stack(self._ids, 1).flatten(0, 1).cpu().numpy(),
-            torch.stack(self._values, 1).flatten(0, 1).cpu().numpy(),
-            torch.stack(self._least, 1).flatten().cpu().numpy(),
-        )
-        return [
-            [Reported(own[row][step], block, row * steps + step) for step in range(len(completion_ids[row]))]
-            for row in range(rows)
-        ]
+        return self._steps.records(completion_ids)

@@ -32,7 +32,7 @@ from tether.integrations.trl_async_records import (
     CheckedQueue,
     RecordCollator,
 )
-from tether.integrations.trl_async_worker import record
+from tether.integrations.trl_async_worker import abandoning, record
 from tether.integrations.vllm_server import VLLMServer
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SampledPolicy, SparseLogProbs
@@ -121,11 +121,12 @@ class RecordedTrainer(AsyncGRPOTrainer):
             base.set_attn_implementation(packed)
 
     def _sync_weight(self) -> None:
-        super()._sync_weight()
-        self._published[self.model_version] = int(self.state.global_step)
-        if self._transfer_check is not None:
-            latest = self.rollout_queue.latest if self.accelerator.is_main_process else ()
-            self._transfer_check.after_transfer(latest)
+        with abandoning(self.rollout_worker):
+            super()._sync_weight()
+            self._published[self.model_version] = int(self.state.global_step)
+            if self._transfer_check is not None:
+                latest = self.rollout_queue.latest if self.accelerator.is_main_process else ()
+                self._transfer_check.after_transfer(latest)
 
     def get_train_dataloader(self) -> Any:
         """TRL's, whose batches also hold the sampler's records."""

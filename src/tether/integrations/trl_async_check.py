@@ -114,9 +114,9 @@ class TransferCheck:
             **{name: settings[name] for name in sampling if settings.get(name) is not None},
         }  # fmt: skip
         try:
-            choices = self._server.complete(payload, self._server.silence / 2)["choices"]
+            choices = self._server.complete(payload, 2 / 3 * self._server.silence)["choices"]
         except EngineError:
-            self._server.check()  # or it is only busy
+            self._server.check(self._server.silence / 2)  # or it is only busy
             if not self._warned:
                 warnings.warn(
                     "The vLLM server is too busy to be asked for a few tokens after new weights, so it is "

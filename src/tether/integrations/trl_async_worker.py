@@ -6,12 +6,13 @@ anything; the trainer is told which, and why as far as is known.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # First, because it says what to install where TRL is missing or another version.
@@ -142,15 +143,11 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
     """
     worker._loop_cls = RecordingLoop
     worker._loop_kwargs["report_top_k"] = top_k
-    start, check_health = worker.start, worker.check_health
+    start, check_health, stop = worker.start, worker.check_health, worker.stop
 
     def check_what_it_talks_to() -> None:
-        try:
+        with abandoning(worker):
             check_server()
-        except EngineError:
-            if worker._process is not None:  # or it would wait for answers while it is asked to stop
-                worker._process.terminate()
-            raise
 
     def start_and_let_go() -> None:
         start()
@@ -173,8 +170,32 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
             )
         check_what_it_talks_to()
 
+    def stop_unless_gone() -> None:
+        process = worker._process
+        if process is not None and process.pid is not None and not process.is_alive():
+            # A killed process had a thread waiting for TRL's event, and setting that waits for the thread.
+            worker._process = None
+        stop()
+
     worker.start = start_and_let_go
     worker.check_health = name_what_stopped
+    worker.stop = stop_unless_gone
+
+
+@contextlib.contextmanager
+def abandoning(worker: Any) -> Iterator[None]:
+    """Where a server may be found not to answer: the worker, which waits for it as well, then ends at once.
+
+    Asked to stop it would wait on for answers, and the one who is to be told of the server with it.
+    """
+    try:
+        yield
+    except EngineError:
+        process = getattr(worker, "_process", None)
+        if process is not None:
+            process.kill()
+            process.join()
+        raise
 
 
 def _knows_template(tokenizer: Any) -> bool:

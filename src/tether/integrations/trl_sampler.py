@@ -18,7 +18,13 @@ from torch import Tensor
 from tether.errors import ConfigError, TetherWarning
 from tether.integrations.decoding import decode
 from tether.integrations.sampler_check import SamplerCheck
-from tether.integrations.sampler_reports import GenerationRecorder, collect, report_sequence
+from tether.integrations.sampler_reports import (
+    GenerationRecorder,
+    Reported,
+    StepRecorder,
+    collect,
+    report_sequence,
+)
 from tether.integrations.trl_lag import LaggedTrainer
 from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.vllm_on_cpu import reload_weights
@@ -115,24 +121,27 @@ class ReportingTrainer(LaggedTrainer):
         with self._sampling_weights() as version:
             self._version = version
             if self.compact_rollouts:
-                return self._decode(prompt_ids), None
+                return self._decode(prompt_ids)
             if not self._reports or self.use_vllm:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             with GenerationRecorder(self._sampling_model, self.support_top_k) as recorder:
                 completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             return completion_ids, recorder.records(completion_ids)
 
-    def _decode(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _decode(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[Reported]] | None]:
         training = self.model.training
+        recorder = StepRecorder(self.support_top_k) if self._reports else None
         self.model.eval()  # dropout is no part of the policy
         try:
             with self.accelerator.autocast():
-                return decode(
+                said = decode(
                     self._sampling_model, prompt_ids, max_new_tokens=self.max_completion_length,
                     temperature=self.temperature, end_ids=self.eos_token_ids,
+                    watch=None if recorder is None else recorder.note,
                 )  # fmt: skip
         finally:
             self.model.train(training)
+        return said, None if recorder is None else recorder.records(said)
 
     def _generate(self, prompts: Any) -> Any:
         output = super()._generate(prompts)
@@ -249,7 +258,6 @@ def _check_compact(trainer: Any) -> None:
     against = {
         "vLLM writes the responses (use_vllm=True)": trainer.use_vllm,
         "use_transformers_continuous_batching=True": trainer.use_transformers_continuous_batching,
-        f"anchor={trainer.anchor!r} or sampler_weight needs reports of the sampler": trainer._reports,
         f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
         f"sampling is truncated ({_truncates(trainer)})": bool(_truncates(trainer)),
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,

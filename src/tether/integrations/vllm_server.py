@@ -33,7 +33,7 @@ class VLLMServer:
         ```
     """
 
-    def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 40.0) -> None:
+    def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 30.0) -> None:
         self.url, self.timeout, self.silence = url.rstrip("/"), timeout, silence
 
     def reload(self, folder: Path) -> None:
@@ -64,16 +64,20 @@ class VLLMServer:
         """
         self._ask("POST", "/resume", self.silence)
 
-    def check(self) -> None:
+    def check(self, silence: float | None = None) -> None:
         """See whether its engine answers; between two steps of it, however many requests wait.
+
+        Args:
+            silence: seconds, if it has been silent for some already.
 
         Raises:
             EngineError: it does not, within `silence` seconds and a quarter.
         """
+        silence = self.silence if silence is None else silence
         began = time.monotonic()
-        self._ask("GET", "/health", self.silence)
-        left = self.silence - (time.monotonic() - began)
-        self._ask("GET", "/is_sleeping", max(left, self.silence / 4))
+        self._ask("GET", "/health", silence)
+        left = silence - (time.monotonic() - began)
+        self._ask("GET", "/is_sleeping", max(left, silence / 4))
 
     def complete(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         """An answer to ``/v1/completions``.

@@ -113,7 +113,8 @@ def _settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
     return {
         **training_settings(config, task, folder),
         "token_budget": 0,  # as many responses in an update as were asked for
-        "max_staleness": config.max_lag,
+        # TRL looks at a batch's age when it is fetched, and that is while the one before it trains.
+        "max_staleness": config.max_lag - 1,
         "heartbeat_stale_after_s": _SILENCE,
         "chat_template_kwargs": dict(config.chat_template_options) or None,
     }

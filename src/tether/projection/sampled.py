@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -298,13 +299,20 @@ def _refuse_broken(
         "tokenizer?",
         id=torch.where(wrong, ids, EMPTY).abs().amax(-1),
     )
-    ordered = torch.where(used, ids, EMPTY).sort(-1).values
+    ordered = _rising(torch.where(used, ids, EMPTY))
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != EMPTY)
     _refuse(
         counted & twice.any(-1),
         "an id is reported twice",
         "Merge the sampled token into the top K by its id instead of appending it.",
     )
+
+
+def _rising(ids: Tensor) -> Tensor:
+    """Sorted along the last dimension; NumPy takes a tenth of torch's time for short rows on a CPU."""
+    if ids.device.type != "cpu":
+        return ids.sort(-1).values
+    return torch.from_numpy(np.sort(ids.numpy(), axis=-1))
 
 
 def _with_sampled(
