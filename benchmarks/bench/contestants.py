@@ -63,7 +63,7 @@ def tether_exact(work: Workload) -> Tensor:
         work.sampled,
         work.old_hidden,
         kl_bound=KL_BOUND,
-        old_weight=work.weight.detach(),
+        old_weight=work.old_weight,
         old_support=work.old,
     )
     ratio = (found.projected_log_probs - work.old_log_probs).exp()
@@ -89,7 +89,7 @@ def fused_troll(work: Workload) -> Tensor:
 
 def fused_exact(work: Workload) -> Tensor:
     """Exact TROLL in one pass over the head, two where no certificate clears a row."""
-    old = HiddenStates(work.batch(work.old_hidden), work.weight.detach(), support=_batched(work, work.old))
+    old = HiddenStates(work.batch(work.old_hidden), work.old_weight, support=_batched(work, work.old))
     return _fused(work, old)
 
 

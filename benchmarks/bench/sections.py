@@ -83,14 +83,14 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
         *(_finding(other, name, "clip", _where(shape, "peaked", None)) for name in others),
         _finding(times, "clip", fastest, few, bars.THIRD_PARTY),
         *(_finding(times, "clip", name, few) for name in third_parties if name != fastest),
-        _finding(times, "TROLL", "paper-style", few, bars.PAPER_TIME),
-        _finding(times, "TROLL all", "paper-style all", every, bars.PAPER_TIME),
-        _finding(times, "exact", "TROLL", few, bars.EXACT),
-        _finding(times, "exact all", "TROLL all", every, bars.EXACT),
+        _finding(times, "TROLL", "paper-style", few),
+        _finding(times, "TROLL all", "paper-style all", every),
+        _finding(times, "exact", "TROLL", few),
+        _finding(times, "exact all", "TROLL all", every),
         _finding(times, "TROLL in one pass", "paper-style", few, bars.PAPER_TIME),
         _finding(times, "clip in one pass", "Liger clip", few, bars.FUSED_CLIP),
-        _finding(times, "exact in one pass", "TROLL in one pass", few, bars.EXACT),
-        _finding(times, "exact in one pass, all", "TROLL all", every, bars.EXACT),
+        _finding(times, "exact in one pass", "TROLL in one pass", few, bars.EXACT_CLEARED),
+        _finding(times, "exact in one pass, all", "TROLL all", every, bars.EXACT_ALL),
     ]
 
 
@@ -106,11 +106,11 @@ def long_batch(device: torch.device, quick: bool) -> Findings:
     return [
         _finding(times, "TROLL", "clip", where, bars.TROLL_FEW),
         _finding(times, "clip", "Liger clip", where, bars.THIRD_PARTY),
-        _finding(times, "TROLL", "paper-style", where, bars.PAPER_TIME),
-        _finding(times, "TROLL exact", "TROLL", where, bars.EXACT),
+        _finding(times, "TROLL", "paper-style", where),
+        _finding(times, "TROLL exact", "TROLL", where),
         _finding(times, "TROLL in one pass", "paper-style", where, bars.PAPER_TIME_LONG),
         _finding(times, "clip in one pass", "Liger clip", where, bars.FUSED_CLIP_LONG),
-        _finding(times, "exact in one pass", "TROLL in one pass", where, bars.EXACT),
+        _finding(times, "exact in one pass", "TROLL in one pass", where, bars.EXACT_CLEARED),
     ]
 
 
@@ -148,8 +148,8 @@ def _troll_and_exact(
     return [
         _finding(times, "TROLL", "clip", few, bars.TROLL_FEW),
         _finding(times, "TROLL all", "clip", every, bars.TROLL_ALL),
-        _finding(times, "exact", "TROLL", few, bars.EXACT),
-        _finding(times, "exact all", "TROLL all", every, bars.EXACT),
+        _finding(times, "exact", "TROLL", few, bars.EXACT_UNCLEARED),
+        _finding(times, "exact all", "TROLL all", every, bars.EXACT_ALL),
     ]
 
 
@@ -211,7 +211,7 @@ def memory(device: torch.device, quick: bool) -> Findings:
         shape = TINY if quick else SMALL_LONG if device.type == "cpu" else GPU[names.index(name)]
         where = f"{shape.name}, {shape.tokens} tokens"
         findings += [
-            _memory_finding(peaks, "TROLL", "paper-style", where, bars.PAPER_MEMORY),
+            _memory_finding(peaks, "TROLL", "paper-style", where),
             _memory_finding(peaks, "TROLL in one pass", "paper-style", where, bars.PAPER_MEMORY),
             _memory_finding(peaks, "TROLL", "clip", where),
             _memory_finding(peaks, "clip", "Liger clip", where),

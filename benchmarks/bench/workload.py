@@ -51,6 +51,8 @@ class Workload:
     weight: Tensor
     """LM head, likewise, [V, D]."""
     old_hidden: Tensor
+    old_weight: Tensor
+    """The head that was kept of the old policy: a copy, as where the head is trained."""
     sampled: Tensor
     """Tokens the old policy sampled, [N]."""
     old_log_probs: Tensor
@@ -81,6 +83,7 @@ class Workload:
             hidden=self.hidden.detach()[rows].to(dtype).requires_grad_(),
             weight=self.weight.detach().to(dtype).requires_grad_(),
             old_hidden=self.old_hidden[rows].to(dtype),
+            old_weight=self.old_weight.to(dtype),
             sampled=self.sampled[rows],
             old_log_probs=self.old_log_probs[rows].to(float_dtype),
             old=SparseLogProbs(old.ids, old.log_probs.to(float_dtype), old.log_tail.to(float_dtype)),
@@ -128,11 +131,13 @@ def _old_policy(shape: Shape, regime: Regime, device: torch.device) -> tuple[Wor
     hidden = (normal(shape.tokens, shape.width) * _SPREAD[regime] / math.sqrt(shape.width)).to(shape.dtype)
     sampled = _sample(hidden, weight, generator)
     old = old_support(hidden, weight, sampled, shape.top_k)
+    old_weight = weight.clone()
     work = Workload(
         shape=shape,
         hidden=hidden,
         weight=weight.requires_grad_(),
         old_hidden=hidden,
+        old_weight=old_weight,
         sampled=sampled,
         old_log_probs=old.log_prob_of(sampled),
         old=old,

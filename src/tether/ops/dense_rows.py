@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,35 +43,45 @@ class Compared(NamedTuple):
     """Which of the rows are outside the bound, and their projections."""
 
 
-def compare_rows(new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool) -> Compared:
+def compare_rows(
+    new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None
+) -> Compared:
     """Compare rows of logits [n, V], and project those outside the bound, each with a step of its own.
 
     On a CPU `AnchoredCurve` does it where it can; `rows_kl` and `Geodesic` take what it cannot, and on an
     accelerator everything, for it cannot be asked.
+
+    Args:
+        rows: which rows of `new` the old ones belong to, if not all.
     """
     if not may_ask(new):
+        new = new if rows is None else new[rows]
         kl = rows_kl(new, old)
         outside = (kl > kl_bound).nonzero().squeeze(-1)
         return Compared(kl, _by_reference(new, old, ids, kl, kl_bound, outside) if project else [])
-    curve = AnchoredCurve(new, old, ids)
+    curve = AnchoredCurve(new, old, ids, kl_bound if project else math.inf, rows)
     kl, reliable = curve.kl, curve.reliable
-    if not bool(reliable.all()):
-        doubtful = (~reliable).nonzero().squeeze(-1)
-        kl[doubtful] = rows_kl(new[doubtful], old[doubtful])
+    for row in _one_by_one(~reliable):
+        kl[row] = rows_kl(new[row if rows is None else rows[row]], old[row])
     if not project:
         return Compared(kl, [])
     easy = (reliable & (kl > kl_bound)).nonzero().squeeze(-1)
     hard = ~reliable & (kl > kl_bound)
     projections = []
     if easy.numel():
-        curve = curve.at(easy)
-        found = curve.solve(kl_bound)
-        projections.append((easy, _read_off_anchored(curve, found)))
+        found = curve.solve(easy)
+        projections.append((easy, _read_off_anchored(curve, easy, found)))
         hard[easy[~found.met]] = True
-    if bool(hard.any()):
-        # Last, for they take the place of what did not work out.
-        projections += _by_reference(new, old, ids, kl, kl_bound, hard.nonzero().squeeze(-1))
+    # Last, for they take the place of what did not work out.
+    for row in _one_by_one(hard):
+        at = row if rows is None else rows[row]
+        projections.append((row, project_rows(new[at], old[row], ids[row], kl[row], kl_bound)))
     return Compared(kl, projections)
+
+
+def _one_by_one(chosen: Tensor) -> Sequence[Tensor]:
+    """Few, and the reference holds a dozen copies of each."""
+    return chosen.nonzero().unbind(0)
 
 
 def _by_reference(
@@ -80,9 +92,9 @@ def _by_reference(
     return [(rows, project_rows(new[rows], old[rows], ids[rows], kl[rows], kl_bound))]
 
 
-def _read_off_anchored(curve: AnchoredCurve, found: AnchoredStep) -> ProjectedRows:
+def _read_off_anchored(curve: AnchoredCurve, rows: Tensor, found: AnchoredStep) -> ProjectedRows:
     """The anchor is the sampled token, whose log-ratio is zero by definition."""
-    regression = (1 - found.step) * curve.mean_new + curve.log_new - found.log_prob
+    regression = (1 - found.step) * curve.mean_new[rows] + curve.log_new[rows] - found.log_prob
     always = torch.ones_like(found.met)
     return ProjectedRows(
         projected_log_probs=found.log_prob,
@@ -151,6 +163,7 @@ def part_gradient(
     ids: Tensor,
     upstream: ProjectedUpstream,
     kl_bound: float,
+    scratch: Tensor | None = None,
 ) -> None:
     """Replace logits [n, V] of the new policy by the gradient that reaches them.
 
@@ -159,23 +172,28 @@ def part_gradient(
         old: old logits of the rows that act, [m, V].
         acting: which rows those are, [m].
         ids, upstream: of those rows, [m].
+        scratch: [3, n, V], where rows act.
     """
-    if old is None:
+    if old is None or scratch is None:
         probs_to_gradient(torch.softmax(logits, -1, out=logits), own, 1.0)
         return
     every = acting.numel() == logits.shape[0]
-    ratio = torch.sub(logits if every else logits[acting], old)
-    if bool(ratio.sum().isfinite()):
-        probs = torch.softmax(logits, -1, out=logits)
-        extra = _gradient_without_zeros(probs if every else probs[acting], old, ratio, ids, upstream)
-    else:
+    scratch = scratch[:, : len(old)]
+    ratio = torch.sub(logits if every else logits[acting], old, out=scratch[0])
+    if not bool(ratio.sum().isfinite()):
         extra = _gradient_with_zeros(logits[acting], old, ids, upstream, kl_bound)
-        probs = torch.softmax(logits, -1, out=logits)
+        probs_to_gradient(torch.softmax(logits, -1, out=logits), own, 1.0)
+        logits.index_add_(0, acting, extra)
+        return
+    probs = torch.softmax(logits, -1, out=logits)
+    if every and own.grad_entropy is None:  # one pass for both
+        _gradient_without_zeros(probs, old, scratch, ids, upstream, own.total, out=probs)
+        for at, arrived in own.gathered:
+            probs.scatter_add_(-1, at.clamp_min(0).long(), arrived)
+        return
+    extra = _gradient_without_zeros(probs if every else probs[acting], old, scratch, ids, upstream)
     probs_to_gradient(probs, own, 1.0)
-    if every:
-        probs += extra
-    else:
-        probs.index_add_(0, acting, extra)
+    probs.index_add_(0, acting, extra)
 
 
 def _gradient_with_zeros(
@@ -205,24 +223,36 @@ def _gradient_with_zeros(
 
 
 def _gradient_without_zeros(
-    new_probs: Tensor, old: Tensor, ratio: Tensor, ids: Tensor, upstream: ProjectedUpstream
+    new_probs: Tensor,
+    old: Tensor,
+    scratch: Tensor,
+    ids: Tensor,
+    upstream: ProjectedUpstream,
+    taken: Tensor | float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same from probabilities up to a factor a row, where all are positive, in a quarter of the passes.
 
-    The log-ratio z needs no normalisation: c = z - E_pi[z], and v - p sum(v) = (1 - s) p (z - E_p[z]). It is
-    overwritten.
+    The log-ratio z needs no normalisation: c = z - E_pi[z], and v - p sum(v) = (1 - s) p (z - E_p[z]).
+
+    Args:
+        scratch: three times such rows, the first of them the log-ratios.
+        taken: how often the new probabilities are taken away besides, [n].
+        out: where the gradient goes; may be `new_probs`.
     """
     step, sampled, along = upstream.step[:, None], upstream.sampled[:, None], upstream.along[:, None]
-    grad = torch.addcmul(old, step, ratio)
-    probs = torch.softmax(grad, -1)
+    ratio, probs, inner = scratch
+    torch.addcmul(old, step, ratio, out=probs)
+    torch.softmax(probs, -1, out=probs)
     # Their sums are 1 but for the rounding of a large vocabulary.
     mass, new_mass = probs.sum(-1, keepdim=True), new_probs.sum(-1, keepdim=True)
     mean = torch.linalg.vecdot(probs, ratio)[:, None] / mass
     new_mean = torch.linalg.vecdot(new_probs, ratio)[:, None] / new_mass
     share, pull = -step / mass, upstream.regression[:, None] * (1 - step) / new_mass
-    torch.addcmul((sampled - along * mean) * share, along * share, ratio, out=grad).mul_(probs)
-    torch.addcmul(-pull * new_mean, pull, ratio, out=ratio)
-    grad.addcmul_(new_probs, ratio)
+    taken = taken if isinstance(taken, float) else taken[:, None]
+    torch.addcmul((sampled - along * mean) * share, along * share, ratio, out=inner).mul_(probs)
+    torch.addcmul(-pull * new_mean - taken / new_mass, pull, ratio, out=ratio)
+    grad = torch.addcmul(inner, new_probs, ratio, out=probs if out is None else out)
     return grad.scatter_add_(-1, ids[:, None].long(), step * sampled)
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from tether.ops import rows as plain_rows
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
 from tether.ops.head import Head, HeadGradients
-from tether.ops.memory import KEPT, tokens_at_a_time
+from tether.ops.memory import KEPT, WORKSPACE, tokens_at_a_time
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
@@ -261,7 +261,7 @@ def _rows_with_gradient(upstream: Upstream) -> Tensor | None:
 
 def workspace(hidden: Tensor, vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """The one buffer of logits a pass uses, [n, V]."""
-    return hidden.new_empty((tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype=dtype)
+    return WORKSPACE.take(hidden, (tokens_at_a_time(hidden, vocabulary, tokens), vocabulary), dtype)
 
 
 def _token_blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:

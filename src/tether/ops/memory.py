@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import deque
+from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 
 from tether.projection.solve import may_ask
 
@@ -47,5 +51,37 @@ class KeptBuffer:
         return buffer
 
 
-#: The one of this process.
+class Workspace:
+    """Memory for logits that a CPU process does not give back between one pass and the next.
+
+    Mapping 64 MiB anew takes longer than a softmax over them. One buffer at most waits here to be used again,
+    the last that came back; a second that is wanted meanwhile is new.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[UntypedStorage] = deque(maxlen=1)  # its operations are atomic
+
+    def take(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An empty tensor where `like` is. It comes back by itself with the last view of it."""
+        # Views of inference tensors do not keep what they are views of.
+        if not may_ask(like) or torch.is_inference_mode_enabled():
+            return like.new_empty(shape, dtype=dtype)
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            storage = self._idle.pop()
+        except IndexError:
+            storage = UntypedStorage(0)
+        if storage.nbytes() < size:
+            storage = UntypedStorage(size)
+        taken = torch.empty(0, dtype=dtype).set_(storage, 0, shape, _strides(shape))
+        weakref.finalize(taken, self._idle.append, storage).atexit = False
+        return taken
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+#: Those of this process.
 KEPT = KeptBuffer()
+WORKSPACE = Workspace()

@@ -20,6 +20,8 @@ from tether.projection.solve import may_ask
 # Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
 # share the overhead of what is done once a block, fewer fit its cache together with the temporaries.
 BLOCK_ELEMENTS = 1 << 18
+# One row of so many of the head is looked at for a centre of its rows.
+_CENTRE_STRIDE = 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PolicyPair:
         if rows is None:
             rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        buffers = hidden.new_empty((2, rows, weight.shape[0]), dtype=dtype)
+        buffers = memory.WORKSPACE.take(hidden, (2, rows, weight.shape[0]), dtype)
         return cls(head, hidden, weight, bias, old, sequences, buffers)
 
     def block(self, rows: slice) -> PolicyPair:
@@ -103,15 +105,22 @@ class PolicyPair:
         new, old = self.hidden.double(), self.old.hidden.double()
         weight, old_weight = self.weight[: self.vocabulary], self.old.weight
         base = weight if old_weight is None else old_weight[: self.vocabulary]
-        centre = base.mean(0) if self.head.softcap is None else None  # any constant will do
+        # Any constant will do, so the mean of some rows will.
+        centre = base[::_CENTRE_STRIDE].mean(0) if self.head.softcap is None and len(base) else None
         reach = _largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
         if old_weight is not None:
-            reach = reach + _largest_row(weight, minus=base) * new.norm(dim=-1)
+            if not _same(old_weight, self.weight):
+                reach = reach + _largest_row(weight, minus=base) * new.norm(dim=-1)
             if self.bias is not None and self.old.bias is not None:
                 difference = (self.bias.double() - self.old.bias.double())[: self.vocabulary]
                 # Impossible in both: NaN, and no part of either policy.
                 reach = reach + difference.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax()
-        return 2 * slope * reach * (1 + 1e-6)
+        return 2 * slope * reach * (1 + 1e-5)  # sums of squares are float32's
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same memory, so that their difference is zero."""
+    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
 def rows_at_a_time(logits: Tensor) -> Iterator[slice]:
@@ -124,17 +133,19 @@ def rows_at_a_time(logits: Tensor) -> Iterator[slice]:
 
 
 def _largest_row(weight: Tensor, *, minus: Tensor | None = None, minus_row: Tensor | None = None) -> Tensor:
-    """The largest norm of a row of ``weight - minus - minus_row``, a block of rows at a time."""
-    largest = weight.new_zeros((), dtype=torch.float64)
-    for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
-        rows = slice(start, start + VOCABULARY_BLOCK)
-        block = weight[rows].float() if weight.dtype != torch.float64 else weight[rows]
-        if minus is not None:
-            block = block - minus[rows].to(block.dtype)
-        if minus_row is not None:
-            block = block - minus_row.to(block.dtype)
-        largest = torch.maximum(largest, torch.linalg.vector_norm(block, dim=-1).amax().double())
-    return largest
+    """The largest norm of a row of ``weight - minus - minus_row``, what fits the cache at a time."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    size = max(1, BLOCK_ELEMENTS // max(1, weight.shape[1])) if may_ask(weight) else VOCABULARY_BLOCK
+    largest = weight.new_zeros((), dtype=dtype)
+    scratch = weight.new_empty((min(size, weight.shape[0]), weight.shape[1]), dtype=dtype)
+    for start in range(0, weight.shape[0], size):
+        rows = slice(start, start + size)
+        part = weight[rows].to(dtype)
+        for taken in (None if minus is None else minus[rows].to(dtype), minus_row):
+            if taken is not None:
+                part = torch.sub(part, taken.to(dtype), out=scratch[: len(part)])
+        largest = torch.maximum(largest, torch.linalg.vecdot(part, part).amax())
+    return largest.double().sqrt()
 
 
 def check_pair(

@@ -17,8 +17,10 @@ from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
 
 # Logits a CPU takes through all its passes at a time: 1 MiB of float32. Its cache holds them with the
-# temporaries, and a few rows share the overhead of selecting the most likely ids.
+# temporaries.
 _CACHED_ELEMENTS = 1 << 18
+# Rows whose most likely ids a CPU selects at a time: two dozen small operations.
+_SELECTED_ROWS = 64
 
 
 class Reduced(NamedTuple):
@@ -102,13 +104,18 @@ def reduce_block(
     where the slope of a soft cap is read off them.
     """
     logits = head.logits(hidden, weight, bias, buffer)
-    top_k = out.top_ids.shape[-1]
+    shifted = None
+    top_ids, largest = _most_likely(logits, out.top_ids)
     for rows in _cached_rows(logits):
         part = logits[rows]
         smallest = _smallest(part, head, out)
         probs = part if head.softcap is None else None
         zeros = head.vocabulary_size is not None
-        found = reduce_rows(part, ids[rows], top_k, probs=probs, zeros=zeros)._replace(smallest=smallest)
+        shifted = torch.empty_like(part) if shifted is None else shifted[: len(part)]
+        found = reduce_rows(
+            part, ids[rows], top_ids[rows], largest=None if largest is None else largest[rows],
+            probs=probs, shifted=shifted, zeros=zeros,
+        )._replace(smallest=smallest)  # fmt: skip
         for result, value in zip(out.at(rows), found, strict=True):
             result.copy_(value)
 
@@ -171,28 +178,48 @@ def logits_to_gradient(logits: Tensor, upstream: Upstream) -> None:
     probs_to_gradient(logits, upstream, 1.0)
 
 
+def _most_likely(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As many of the most likely ids as `out` has room for, and the largest logits if they were met."""
+    rows, top_k = out.shape
+    if not top_k or logits.shape[-1] < GROUP:
+        return (out.long() if not top_k else top_k_by_groups(logits, top_k)), None
+    size = _SELECTED_ROWS if may_ask(logits) else max(1, rows)
+    found, largest = [], []
+    for some in logits.split(size):
+        maxima = group_maxima(some)
+        found.append(top_k_by_groups(some, top_k, maxima))
+        # The most likely id is the first.
+        largest.append(some.gather(-1, found[-1][:, :1]))
+    return torch.cat(found), torch.cat(largest)
+
+
 def reduce_rows(
-    logits: Tensor, ids: Tensor, top_k: int, *, probs: Tensor | None = None, zeros: bool = False
+    logits: Tensor,
+    ids: Tensor,
+    top_ids: Tensor | None = None,
+    *,
+    largest: Tensor | None = None,
+    probs: Tensor | None = None,
+    shifted: Tensor | None = None,
+    zeros: bool = False,
 ) -> Reduced:
     """What the forward pass returns of a few rows.
 
     Args:
+        top_ids: the most likely ids, if they are wanted.
+        largest: the largest logits [n, 1], if they are at hand.
         probs: where their probabilities go, up to a factor a row; may be `logits`.
+        shifted: where what is measured from the largest logit goes. Memory that is asked for a few rows at a
+            time may have to be mapped anew each time, which takes longer than what is done with it.
         zeros: whether some ids are known to have a logit of -inf.
     """
-    grouped = bool(top_k) and logits.shape[-1] >= GROUP
-    maxima = group_maxima(logits) if grouped else logits
-    largest = maxima.amax(-1, keepdim=True)
-    if grouped and logits.shape[-1] % GROUP:
-        rest = logits[:, logits.shape[-1] // GROUP * GROUP :].amax(-1, keepdim=True)
-        largest = torch.maximum(largest, rest)
-    if top_k:
-        top_ids = top_k_by_groups(logits, top_k, maxima if grouped else None)
-    else:
+    if top_ids is None:
         top_ids = torch.empty((logits.shape[0], 0), dtype=torch.long, device=logits.device)
+    if largest is None:
+        largest = logits.amax(-1, keepdim=True)
     top_logits = logits.gather(-1, top_ids)
     # Measured from the largest logit, nothing below cancels.
-    shifted = logits - largest
+    shifted = torch.sub(logits, largest, out=shifted)
     log_probs = _gather(shifted, ids)
     probs = torch.softmax(shifted, -1) if probs is None else torch.softmax(shifted, -1, out=probs)
     # softmax is one fused pass, faster than exp alone. It adds up naively, which its own sum corrects, and

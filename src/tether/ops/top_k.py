@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, arange, cat
+from torch import Tensor, arange, cat, where
 
 from tether.errors import InvalidInputError
 from tether.projection.support import top_k_lowest_id
@@ -52,12 +52,12 @@ def top_k_by_groups(logits: Tensor, top_k: int, maxima: Tensor | None = None) ->
     # By rising id, so that a lower position among the candidates is a lower id.
     chosen = top_k_lowest_id(maxima, top_k).sort(-1).values
     candidates = _groups_at(logits, chosen)
-    ids = (chosen[..., None] * GROUP + arange(GROUP, device=logits.device)).flatten(-2)
     if groups * GROUP < vocabulary:
-        rest = arange(groups * GROUP, vocabulary, device=logits.device)
         candidates = cat((candidates, logits[..., groups * GROUP :]), -1)
-        ids = cat((ids, rest.expand(*ids.shape[:-1], -1)), -1)
-    return ids.gather(-1, top_k_lowest_id(candidates, top_k))
+    position = top_k_lowest_id(candidates, top_k)
+    slot = position // GROUP
+    found = chosen.gather(-1, slot.clamp_max(top_k - 1)) * GROUP + position % GROUP
+    return where(slot < top_k, found, position + (groups - top_k) * GROUP)
 
 
 def _whole_groups(logits: Tensor) -> Tensor:

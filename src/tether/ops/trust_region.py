@@ -173,9 +173,11 @@ def evaluate_block(
         The rows whose old logits had to be formed.
     """
     new = pair.new_logits(block)[:, : pair.vocabulary]
+    scratch = None
     for part in rows_at_a_time(new):
-        at = block[part]
-        reduced = reduce_rows(new[part], ids[at, None], top_k=0)
+        at, logits = block[part], new[part]
+        scratch = logits.new_empty((2, *logits.shape)) if scratch is None else scratch[:, : len(logits)]
+        reduced = reduce_rows(logits, ids[at, None], probs=scratch[0], shifted=scratch[1])
         state.new_log_probs[at], state.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
         state.log_sum[at] = reduced.largest + reduced.log_total
     state.projected_log_probs[block] = state.new_log_probs[block]
@@ -184,12 +186,15 @@ def evaluate_block(
     if not unknown.numel():
         return block[unknown]
     old = pair.old_logits(block[unknown])
-    for part in rows_at_a_time(old):
+    every = unknown.numel() == block.numel()
+    # A CPU takes a block in strips of its own.
+    for part in [slice(None)] if may_ask(old) else rows_at_a_time(old):
+        at = block[unknown[part]]
         # Without a certificate the rows are consecutive, and need no copy.
-        rows = part if unknown.numel() == block.numel() else unknown[part]
-        at = block[rows]
-        alone = pair.sequences is None
-        compared = compare_rows(new[rows], old[part], ids[at], kl_bound, project=alone)
+        logits, rows = (new[part], None) if every else (new, unknown[part])
+        compared = compare_rows(
+            logits, old[part], ids[at], kl_bound, project=pair.sequences is None, rows=rows
+        )
         state.kl[at] = compared.kl
         for outside, projection in compared.projections:
             state.put(at[outside], projection)
@@ -266,7 +271,7 @@ def gradient_of_block(
     inner = grad[:, : pair.vocabulary]
     acts = arrived.projected.acts[block]
     needed, taken = acts.nonzero().squeeze(-1), 0
-    old = pair.old_logits(block[needed]) if needed.numel() else None
+    old, scratch = pair.old_logits(block[needed]) if needed.numel() else None, None
     for part in rows_at_a_time(inner):
         at, logits = block[part], inner[part]
         slope = pair.head.slope(logits)
@@ -276,8 +281,11 @@ def gradient_of_block(
             assert old is not None
             old_rows = old[taken : taken + acting.numel()]  # in rising order, no gaps
             taken += acting.numel()
+            if scratch is None:
+                scratch = old.new_empty((3, *logits.shape))
         upstream = arrived.projected.at(rows)
-        part_gradient(logits, arrived.own.at(at), old_rows, acting, ids[rows], upstream, kl_bound)
+        own = arrived.own.at(at)
+        part_gradient(logits, own, old_rows, acting, ids[rows], upstream, kl_bound, scratch)
         if isinstance(slope, Tensor) or slope != 1:
             logits.mul_(slope)
     grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
