@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         project_sparse,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SparseLogProbs",
