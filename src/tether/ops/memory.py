@@ -62,7 +62,10 @@ class Workspace:
         self._idle: deque[UntypedStorage] = deque(maxlen=1)  # its operations are atomic
 
     def take(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An empty tensor where `like` is. It comes back by itself with the last view of it."""
+        """An empty tensor where `like` is. It comes back by itself with the last view of it.
+
+        What is detached from it is no view: hold the tensor itself for as long as that is used.
+        """
         # Views of inference tensors do not keep what they are views of.
         if not may_ask(like) or torch.is_inference_mode_enabled():
             return like.new_empty(shape, dtype=dtype)
