@@ -57,7 +57,7 @@ lint: $(VENV)/.test  ## style, types and the direction of dependencies
 # Threads that wait sleep, or they take the cores from other processes; set it before to have it otherwise.
 export OMP_WAIT_POLICY ?= passive
 
-test: test-main test-verl  ## everything CI runs
+test: test-main test-verl  ## what a change must pass: lint, fast tests, verl (CONTRIBUTING.md: what else runs when)
 
 # vLLM brings a torch of its own kind; it runs beside TRL on a CPU, for the tests.
 VLLM_VENV := .venv-vllm
@@ -132,6 +132,11 @@ gpu-check: $(VENV)/.bench $(VENV)/.test  ## what only a CUDA device can show, wi
 .PHONY: audit-reasoning-gym
 audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for wrong answers (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reasoning_gym_audit
+
+.PHONY: coverage
+coverage: $(VENV)/.test  ## the core's lines that its tests run; floor: fail_under in pyproject.toml (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -o addopts="--strict-markers --timeout=600" -n 2 --dist loadfile -m "not slow" \
+	  --cov tests/projection tests/ops tests/losses tests/test_advantages.py tests/test_step_back.py
 
 .PHONY: wheel test-main
 wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone

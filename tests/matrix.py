@@ -79,17 +79,24 @@ def main() -> None:
     unknown = set(asked.names) - set(ENVIRONMENTS)
     if unknown:
         raise SystemExit(f"No environment {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}.")
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     if not asked.table:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         for name in asked.names or ENVIRONMENTS:
             python = make(name, ENVIRONMENTS[name])
-            found[name] = run(name, ENVIRONMENTS[name], python)
-            RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            ran = {name: run(name, ENVIRONMENTS[name], python)}
+            # Read now, for another call may have written what it found.
+            RESULTS.write_text(json.dumps(read() | ran, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    found = read()
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     failed = [name for name in asked.names or found if found[name]["failed"]]
     if failed:
         raise SystemExit(f"Tests failed in {', '.join(failed)}.")
+
+
+def read() -> dict[str, Any]:
+    """What was found last, by environment."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    return found
 
 
 def interpreter(version: str) -> str:
@@ -146,7 +153,8 @@ def run(name: str, environment: Environment, python: Path) -> dict[str, Any]:
         str(python), "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow",
         "-o", "addopts=--strict-markers --timeout=600", f"--junit-xml={report}",
         # A version above the tested range is what is asked about here.
-        "-W", "default:.*nobody has trained with it", *environment.tests,
+        "-o", "filterwarnings=error::tether.errors.TetherWarning\ndefault:.*nobody has trained with it",
+        *environment.tests,
     ]  # fmt: skip
     print("+", " ".join(command), flush=True)
     subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})

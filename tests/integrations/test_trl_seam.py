@@ -35,7 +35,7 @@ def test_what_moved_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
         trl_seam.check()
     assert str(caught.value).count("\n  - ") == 4
     for words in (
-        f"trl 1.14.0 to 1.16.0, and this is {trl.__version__}",
+        f"{trl_seam.TRL}, and this is {trl.__version__}",
         "takes (self, batch, ...); found (self, model",
         "GRPOTrainer.never takes (...); found nothing of that name",
         "gone: what was never there",

@@ -37,7 +37,7 @@ def test_what_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seam.moved()) == 4
     with pytest.raises(MissingDependencyError) as caught:
         environment.check_version("0.12.0")
-    for words in ("verl 0.9.0 to 0.9.1, and this is 0.12.0", "takes (self, batch); found (self, data",
+    for words in (f"{environment.TESTED}, and this is 0.12.0", "takes (self, batch); found (self, data",
                   "found nothing of that name", "gone: what was never there", "no field never_a_field",
                   "pip install 'verl==0.9.1'"):  # fmt: skip
         assert words in str(caught.value)
@@ -47,7 +47,7 @@ def test_another_version_with_everything_in_place_is_warned_of() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         environment.check_version("0.9.7")
-        environment.check_version("0.9.0")
+        environment.check_version(environment.TESTED.oldest)
     assert len(caught) == 1
     assert "this is 0.9.7. Everything the plug-in stands on is where it was" in str(caught[0].message)
 
