@@ -108,7 +108,7 @@ def test_answers_without_records_are_refused(logprobs: dict[str, Any], message: 
 
 
 def test_trls_own_worker_is_told_to_record() -> None:
-    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={}, start=None, check_health=None)
+    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={}, start=None, check_health=None, stop=None)
     record(worker, 64, lambda: None)
     assert worker._loop_cls is RecordingLoop
     assert worker._loop_kwargs == {"report_top_k": 64}

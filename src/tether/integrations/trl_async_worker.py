@@ -40,6 +40,9 @@ class RecordingLoop(_AsyncRolloutLoop):
     """
 
     def __init__(self, *, report_top_k: int, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:  # from the first: who is killed meanwhile never hears that this one is ready
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         self._reads_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
         if not self._reads_tools and not _knows_template(kwargs["processing_class"]):
             # TRL wants to know how a tool call is read, and there will be none.
@@ -48,13 +51,6 @@ class RecordingLoop(_AsyncRolloutLoop):
             self._reads_tools = True
         super().__init__(**kwargs)
         self._report_top_k = report_top_k
-
-    def run(self) -> None:
-        """Write rollouts until told to stop, or until nobody is left to tell."""
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-        super().run()
 
     async def _generate_one(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         if self._reads_tools and not isinstance(prompt, str):
