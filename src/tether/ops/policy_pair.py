@@ -20,8 +20,8 @@ from tether.projection.solve import may_ask
 # Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
 # share the overhead of what is done once a block, fewer fit its cache together with the temporaries.
 BLOCK_ELEMENTS = 1 << 18
-# One row of so many of the head is looked at for a centre of its rows.
-_CENTRE_STRIDE = 16
+# Rows of the head that are looked at for a centre of all, evenly spread.
+_CENTRE_ROWS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class PolicyPair:
         weight, old_weight = self.weight[: self.vocabulary], self.old.weight
         base = weight if old_weight is None else old_weight[: self.vocabulary]
         # Any constant will do, so the mean of some rows will.
-        centre = base[::_CENTRE_STRIDE].mean(0) if self.head.softcap is None and len(base) else None
+        some = base[:: max(1, len(base) // _CENTRE_ROWS)]
+        centre = some.mean(0) if self.head.softcap is None else None
         reach = _largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
         if old_weight is not None:
             if not _same(old_weight, self.weight):
