@@ -52,7 +52,8 @@ class Tested:
             return False
 
     def __str__(self) -> str:
-        return f"{self.package} {self.oldest} to {self.newest}"
+        more = f" to {self.newest}" if self.newest != self.oldest else ""
+        return f"{self.package} {self.oldest}{more}"
 
 
 def require(plugin: str, tested: Tested, version: str, troubles: list[str]) -> None:
