@@ -106,8 +106,9 @@ def test_wandb_offline_keeps_the_same_names(tmp_path: Path, monkeypatch: pytest.
         if record.WhichOneof("record_type") == "history":
             items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
             rows.append({"/".join(key): json.loads(value) for key, value in items})
-        elif record.WhichOneof("record_type") == "run":
-            settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        else:  # settings come with the run, since wandb 0.31 in a record of their own
+            config = record.run.config if record.HasField("run") else record.config
+            settings |= {item.key: json.loads(item.value_json) for item in config.update}
     assert settings["label"] == "troll"
     assert settings["kl_bound"] == 0.05
     _check_rows([{k: v for k, v in row.items() if not k.startswith("_")} for row in rows])
