@@ -31,6 +31,9 @@ from tether.errors import EngineError, InvalidInputError
 from tether.integrations.sampler_reports import Reported, report_sequence
 from tether.integrations.trl_async_records import LOOK_AT_ITS_OUTPUT, SamplerRecords
 
+#: Seconds: a killed process's pipes close a moment before it counts as ended.
+_DYING = 1.0
+
 
 class RecordingLoop(_AsyncRolloutLoop):
     """TRL's rollouts from a vLLM server, which also says what the likeliest ids of each token were.
@@ -168,9 +171,11 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
 
     def stop_unless_gone() -> None:
         process = worker._process
-        if process is not None and process.pid is not None and not process.is_alive():
-            # A killed process had a thread waiting for TRL's event, and setting that waits for the thread.
-            worker._process = None
+        if process is not None and process.pid is not None:
+            process.join(_DYING)
+            if not process.is_alive():
+                # A killed process had a thread waiting for TRL's event; setting that waits for the thread.
+                worker._process = None
         stop()
 
     worker.start = start_and_let_go
