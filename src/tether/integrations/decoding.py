@@ -43,7 +43,8 @@ def decode(
         max_new_tokens: longest response.
         temperature: logits are divided by it; None for the most likely token each time.
         end_ids: tokens that end a response, and belong to it.
-        watch: called at each step; of a row that has ended it may be told more, which is not of the response.
+        watch: called at each step that draws; of a row that has ended it may be told more, which is not of
+            the response.
 
     Returns:
         The responses, in the order of the prompts.

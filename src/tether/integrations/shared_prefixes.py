@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise, starmap, takewhile
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -82,12 +84,12 @@ class SharedLayout(RowLayout):
         rows, columns = mask.nonzero(as_tuple=True)
         # Sequences that begin alike are neighbours, and so in the same tree.
         order = sorted((ids[row][mask[row]].tolist(), row) for row in range(mask.shape[0]))
-        trees = min((_planted(order, capacity) for capacity in _CAPACITIES), key=_tokens_computed)
+        trees = _planted(order, _best_capacity([tokens for tokens, _ in order]))
         place = torch.zeros((2, *mask.shape), dtype=torch.long)
         for index, tree in enumerate(trees):
             for row, path in tree.paths.items():
                 place[0, row], place[1, row, mask[row]] = index, torch.tensor(path, dtype=torch.long)
-        length = _longest(trees)
+        length = max(1, *(len(tree.positions) for tree in trees))
         device = input_ids.device
         positions = torch.zeros((len(trees), length), dtype=torch.long)
         seen = torch.eye(length, dtype=torch.bool).repeat(len(trees), 1, 1)
@@ -135,12 +137,19 @@ def _planted(order: list[tuple[list[int], int]], capacity: int) -> list[_Tree]:
     return trees
 
 
-def _longest(trees: list[_Tree]) -> int:
-    return max(1, *(len(tree.positions) for tree in trees))
+def _best_capacity(order: list[list[int]]) -> int:
+    """With which `_planted` computes the least tokens, told from what sorted neighbours begin with alike."""
+    alike = [0, *(sum(takewhile(bool, starmap(eq, zip(*pair, strict=False)))) for pair in pairwise(order))]
 
+    def tokens_computed(capacity: int) -> int:
+        sizes = [0]
+        for tokens, shared in zip(order, alike, strict=True):
+            if sizes[-1] and sizes[-1] + len(tokens) > capacity:
+                sizes.append(0)
+            sizes[-1] += len(tokens) - (shared if sizes[-1] else 0)
+        return len(sizes) * max(sizes)
 
-def _tokens_computed(trees: list[_Tree]) -> int:
-    return len(trees) * _longest(trees)
+    return min(_CAPACITIES, key=tokens_computed)
 
 
 def _move(
