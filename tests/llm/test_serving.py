@@ -44,9 +44,13 @@ def _server(folder: Path, program: str) -> Server:
 
 
 def _gone(pid: int, seconds: float = 30) -> bool:
+    """Whether the process ends in time; it may vanish between any two questions about it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
