@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -155,3 +156,11 @@ def test_only_modules_are_forked(tmp_path: Path) -> None:
         run_jobs([job(tmp_path, "a")], at_once=1, preloaded=("tether.experiments.runs",))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         run_jobs([job(tmp_path, "a")], at_once=1, preloaded=("no_such_module",))
+
+
+def test_cores_that_a_process_may_not_use_do_not_count() -> None:
+    counted = "from tether.experiments.jobs import usable_cores; print(usable_cores())"
+    one = min(os.sched_getaffinity(0))
+    bound = f"import os; os.sched_setaffinity(0, {{{one}}}); {counted}"
+    found = subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from tether.episodic.train import load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
 from tether.experiments import RunFolder
 from tether.experiments.files import atomic_write_json
-from tether.experiments.jobs import Job, run_jobs
+from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
 from tether.experiments.settings_file import write_settings
 from tether.experiments.statistics import bootstrap_interval, interquartile_mean, proportion_interval
@@ -230,7 +229,7 @@ def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:
     Raises:
         RunFailedError: a run ended before it was finished; the others are kept.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     at_once = min(config.jobs or cores, len(runs))
     share = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,11 @@ _SECONDS_BETWEEN_REFRESHES = 0.5
 _LINES_OF_A_FAILURE = 15
 
 
+def usable_cores() -> int:
+    """How many processor cores this process may use: `taskset` or a cluster's allotment can lower it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class RunFailedError(TetherError, RuntimeError):
     """A training process ended before its run was finished."""
 

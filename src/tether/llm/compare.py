@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from tether.errors import ConfigError
 from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
 from tether.experiments.files import dump_json, load_json
-from tether.experiments.jobs import Job, run_jobs
+from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.run_data import RunData
 from tether.experiments.run_start import is_finished
@@ -79,7 +78,7 @@ def finished_runs(config: CompareConfig) -> Comparison:
 def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     import torch
 
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     on_cpu = config.train.device == "cpu" or not torch.accelerator.is_available()
     at_once = min(config.jobs or cores, len(missing))
     threads = max(1, cores // at_once)

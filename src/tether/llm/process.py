@@ -9,6 +9,7 @@ from typing import Literal
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from tether.errors import ConfigError
+from tether.experiments.jobs import usable_cores
 
 
 def prepare_process(threads: int | None = None) -> None:
@@ -19,7 +20,7 @@ def prepare_process(threads: int | None = None) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // process_count()))
+    torch.set_num_threads(threads or max(1, usable_cores() // process_count()))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
