@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ _SEARCHES = (
     "search", "search-64", "search-longer", "g-optimizer-search", "j-3-search", "j-4-search-others",
 )  # fmt: skip
 
+# Rows of a method that a page shows unfolded.
+_SHOWN_AT_ONCE = 10
+
 _LABELS = {"TROLL": "troll", "clip": "ppo_clip", "no": "unclipped"}
 _NOTE = (
     "In parentheses 95 % bootstrap intervals over seeds, which are too narrow for five. Verdicts are those "
@@ -93,19 +97,24 @@ def results_page() -> str:
 
 
 def results_of(method: str) -> str:
-    """A method's rows of every study that has any, searches apart."""
-    lines = []
+    """A method's rows of every study that has any, searches apart; folded where they are many."""
+    found: dict[str, list[str]] = {}
     for study, title in STUDIES.items():
-        table = None if study in _SEARCHES else _table(study)
-        for row in [] if table is None else table["rows"]:
+        table = _table(study)
+        if study in _SEARCHES or table is None:
+            continue
+        for row in table["rows"]:
             if method_of(row["method"]) == method:
-                where = f"{title}{', ' if row['point'] else ''}{row['point']}"
-                lines.append(_line([where, *_cells(row, table["baseline"])]))
-    if not lines:
+                cells = [row["point"], *_cells(row, table["baseline"])]
+                found.setdefault(title, []).append(_line(cells))
+    if not found:
         return "Nothing yet: no finished run of a [study](../studies.md) has this method."
-    return (
-        "\n".join([*_head(["study", *_COLUMNS]), *lines]) + f"\n\n{_NOTE} See [the studies](../studies.md)."
-    )
+    fold = "???" if sum(map(len, found.values())) > _SHOWN_AT_ONCE else "???+"
+    parts = []
+    for title, lines in found.items():
+        rows = textwrap.indent("\n".join([*_head(["at", *_COLUMNS]), *lines]), "    ")
+        parts.append(f'{fold} note "{title} ({len(lines)} row{"s" * (len(lines) > 1)})"\n\n{rows}')
+    return "\n\n".join([*parts, f"{_NOTE} See [the studies](../studies.md)."])
 
 
 def method_of(label: str) -> str:

@@ -203,7 +203,7 @@ SHORT_LLM = (
 SHORT = {
     "llm train": SHORT_LLM,
     "llm compare": "--batches 1 --evaluations 1 --seeds 0 --jobs 1 --train.task arithmetic "
-    "--train.prompts-per-rollout 4 --train.eval-problems 4 --train.threads 1",
+    "--train.prompts-per-rollout 8 --train.eval-problems 4 --train.threads 1",
     "episodic train": "--iterations 1 --episodes 4 --evaluation-episodes 2 --no-film",
     "episodic eval": "--episodes 2",
     "episodic render": "",
