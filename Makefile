@@ -136,7 +136,7 @@ audit-reasoning-gym: $(VENV)/.train  ## which data sets of reasoning-gym pay for
 .PHONY: coverage
 coverage: $(VENV)/.test  ## the core's lines that its tests run; floor: fail_under in pyproject.toml (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -o addopts="--strict-markers --timeout=600" -n 2 --dist loadfile -m "not slow" \
-	  --cov tests/projection tests/ops tests/losses tests/test_advantages.py tests/test_step_back.py
+	  --cov --cov-report=term-missing tests/projection tests/ops tests/losses tests/test_advantages.py tests/test_step_back.py
 
 .PHONY: wheel test-main
 wheel: $(VENV)/.test  ## sdist and wheel in dist/, tried in an empty environment with torch alone

@@ -127,6 +127,7 @@ def run_tests() -> None:
     )
     run_pytest(
         "--noconftest",
+        "--hypothesis-profile=ci",  # the same examples on every machine, and no deadline
         *(str(ROOT / "tests" / name) for name in TESTS),
         environment={"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )
