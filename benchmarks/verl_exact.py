@@ -3,6 +3,7 @@
     .venv-verl/bin/python -m benchmarks.verl_exact
 
 - gradients of the third update of a batch against dense distributions in float64, as a share of the largest;
+- processor time of an update with the loss in one pass over the LM head and after it, in turns, as a ratio;
 - the largest tensor any operation of an update makes, as a share of [positions, vocabulary], at the size of
   Qwen3's vocabulary;
 - in bfloat16, how far the first update's ratios are from 1, with the micro-batches of the old pass and with
@@ -21,9 +22,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "verl_exact"
@@ -34,19 +38,22 @@ BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 
 def gradients(folder: Path) -> dict[str, float]:
     """One process, then two."""
-    from actor import FLOAT64, Rollouts, acting, in_float64, make_actor, save_tiny_model
+    from actor import FLOAT64, VOCABULARY, Rollouts, acting, in_float64, make_actor, save_tiny_model
     from dense import KL_BOUND, worst_gradient
+    from two_ranks_worker import DENSE
 
     from ranks import run_two_ranks
+    from tether.ops import memory
 
     own, tied = save_tiny_model(folder / "own"), save_tiny_model(folder / "tied", tied=True)
-    cases: dict[str, tuple[Path, bool, dict[str, Any]]] = {
-        "packed": (own, True, {}), "padded": (own, False, {}), "LoRA": (own, True, LORA),
-        "tied embeddings": (tied, True, {}),
+    cases: dict[str, tuple[Path, bool, dict[str, Any], int]] = {
+        "packed": (own, True, {}, 1000), "padded": (own, False, {}, 1000), "LoRA": (own, True, LORA, 1000),
+        "tied embeddings": (tied, True, {}, 1000),
     }  # fmt: skip
+    cases |= {f"{name}, in one pass": (*case[:-1], 3) for name, case in cases.items()}
     found = {}
-    for name, (model, packed, lora) in cases.items():
-        with in_float64():
+    for name, (model, packed, lora, tokens) in cases.items():
+        with in_float64(), patch.object(memory, "WORKSPACE_ELEMENTS", VOCABULARY * tokens):
             actor = make_actor(
                 model, acting(troll_kl_bound=KL_BOUND, troll_top_k=6), packed=packed, model_settings=lora,
                 engine_settings=FLOAT64, learning_rate=1e-2 if lora else 1e-3,
@@ -58,8 +65,32 @@ def gradients(folder: Path) -> dict[str, float]:
     worker = ROOT / "tests" / "verl" / "two_ranks_worker.py"
     run_two_ranks(worker, own, output, "gradients", output=output, timeout=900, cwd=worker.parent)
     numbers = [json.loads((output / f"numbers-{rank}.json").read_text()) for rank in range(2)]
-    for name in ("full", "LoRA"):
+    for name in DENSE:
         found[f"two processes, {name}"] = max(part[f"gradient {name}"] for part in numbers)
+    return found
+
+
+def passes(folder: Path, vocabulary: int = 49_152, width: int = 576, repeats: int = 3) -> dict[str, Any]:
+    """Processor seconds of an update with SmolLM2-135M's head, the best of some, the ways taking turns."""
+    from actor import Moved, Rollouts, acting, loss_afterwards, make_actor, save_tiny_model
+
+    model = save_tiny_model(folder / "passes", vocabulary=vocabulary, width=width)
+    rollouts, found = Rollouts.long(16, prompt=8, response=24), {}
+    for trained, settings in (("all weights", {}), ("LoRA", LORA)):
+        for name, bound in (("every token projected", 1e-12), ("none", 1e12)):
+            actor = make_actor(
+                model, acting(troll_kl_bound=bound), model_settings=settings, micro_batch=16,
+                learning_rate=1e-3,
+            )  # fmt: skip
+            moved, seconds = Moved(actor, rollouts), {"in one pass": [], "afterwards": []}
+            for _ in range(repeats):
+                for way, asked in (("in one pass", nullcontext()), ("afterwards", loss_afterwards())):
+                    with asked:
+                        start = time.process_time()
+                        moved.update()
+                        seconds[way].append(time.process_time() - start)
+            best = {way: min(values) for way, values in seconds.items()}
+            found[f"{trained}, {name}"] = best | {"ratio": best["in one pass"] / best["afterwards"]}
     return found
 
 
@@ -157,6 +188,7 @@ def own_tests(_: Path) -> dict[str, dict[str, int]]:
 
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "gradients": gradients,
+    "passes": passes,
     "largest": largest,
     "half_precision": half_precision,
     "sizes": sizes,
@@ -169,6 +201,10 @@ def table(record: dict[str, Any]) -> str:
     rows = []
     for name, value in record.get("gradients", {}).items():
         rows.append(f"| gradient against dense float64, {name} | {value:.1e} |")
+    for name, value in record.get("passes", {}).items():
+        rows.append(
+            f"| processor time of an update, loss in one pass / afterwards, {name} | {value['ratio']:.2f} |"
+        )
     if "largest" in record:
         wide = record["largest"]
         shape = f"[{wide['positions']:,}, {wide['vocabulary']:,}]"

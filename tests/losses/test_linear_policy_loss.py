@@ -172,6 +172,24 @@ def test_a_slope_that_depends_on_other_tokens_is_refused(kind: str) -> None:
         batch.run(objective)
 
 
+def test_an_objective_may_be_asked_at_the_end_alone() -> None:
+    """Where something with the same slopes stands in for it; with other slopes it is refused."""
+    batch, asked = Batch(), []
+    objective = of_troll(batch)
+
+    def slow(tokens: ProjectedTokens) -> PolicyLoss:
+        asked.append(tokens)
+        return objective(tokens)
+
+    def alike(tokens: ProjectedTokens) -> PolicyLoss:
+        return PolicyLoss(objective(tokens).loss + 5, {})
+
+    assert_same(batch.run(slow, "exact", in_blocks=alike), batch.run(objective, "exact"))
+    assert len(asked) == 1
+    with pytest.raises(InvalidInputError, match="or is not what in_blocks said"):
+        batch.run(objective, "exact", in_blocks=lambda tokens: PolicyLoss(1.01 * objective(tokens).loss, {}))
+
+
 @pytest.mark.parametrize("old", ["none", "bucket", "exact"])
 def test_each_block_is_multiplied_with_the_head_once(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with an exact old policy's if no certificate clears it; the ordinary path does it all again."""

@@ -33,17 +33,20 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from tether.integrations.verl import MODEL_TYPE, TROLLPolicyLossConfig
+from tether.integrations.verl.engines import TROLLEngineMixin
 
 VOCABULARY = 61
 
 
-def save_tiny_model(folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY) -> Path:
+def save_tiny_model(
+    folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY, width: int = 32
+) -> Path:
     """Two layers; the head is sharpened, since random heads are nearly uniform."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
-            hidden_size=32,
+            hidden_size=width,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -147,6 +150,13 @@ def in_float64() -> Iterator[None]:
         patch.object(PrecisionType, "to_dtype", staticmethod(lambda name: getattr(torch, name))),
         patch.object(FSDPEngineWithLMHead, "_build_fsdp_module", without_autocast),
     ):
+        yield
+
+
+@contextmanager
+def loss_afterwards() -> Iterator[None]:
+    """Exact support computes the loss after the LM head, not with it, however many tokens there are."""
+    with patch.object(TROLLEngineMixin, "_obstacle", lambda engine: "it was asked for"):
         yield
 
 
@@ -266,6 +276,28 @@ class Rollouts:
         }
         output = actor.train_batch(self.batch(dict(old), **values))
         return {name: _number(value) for name, value in tu.get(output, "metrics").items()}
+
+
+class Moved:
+    """An actor two updates away from the policy that it recorded, and not moving any more."""
+
+    def __init__(self, actor: TrainingWorker, rollouts: Rollouts, **settings: Any) -> None:
+        self.actor = actor
+        self.update = partial(rollouts.update, actor, rollouts.score(actor), **settings)
+        for _ in range(2):
+            self.update()
+        for group in actor.engine.optimizer.param_groups:
+            group["lr"] = 0.0
+
+    def run(self) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """Metrics, loss among them, but for times and memory; and the gradient."""
+        metrics = {k: v for k, v in self.update().items() if "_seconds" not in k and "perf/" not in k}
+        return metrics, gradients(self.actor)
+
+    def run_afterwards(self) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """The same with the loss after the LM head."""
+        with loss_afterwards():
+            return self.run()
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from actor import Rollouts, acting, make_actor, parameters
 from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import load_file
-from two_ranks_worker import CASES, UPDATES
+from two_ranks_worker import CASES, DENSE, UPDATES
 
 from ranks import run_two_ranks
 
@@ -56,7 +56,7 @@ def test_two_processes_do_what_one_does_with_the_whole_batch(together: Path, mod
             torch.testing.assert_close(sharded[name], expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["full", "LoRA"])
+@pytest.mark.parametrize("name", DENSE)
 def test_the_gradient_is_the_dense_one_of_both_processes_tokens(together: Path, name: str) -> None:
     """Exact support in float64, two micro-batches on each process."""
     for rank in range(2):

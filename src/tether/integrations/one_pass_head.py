@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -32,6 +33,18 @@ class LossOfTokens:
     old_log_probs: Tensor
     """Of the labels, [B, T]."""
     kl_bound: float
+
+
+def say_once(whose: Any, log: logging.Logger, obstacle: str | None) -> None:
+    """Log whether a trainer's or engine's loss is computed in one pass, and if not, why: the first time."""
+    if getattr(whose, "_told_of_passes", False):
+        return
+    whose._told_of_passes = True
+    told = "in one pass over the LM head"
+    log.info(
+        "The policy loss is computed %s.",
+        told if obstacle is None else f"after the LM head, not with it: {obstacle}",
+    )
 
 
 def evaluate_loss(

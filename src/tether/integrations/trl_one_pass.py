@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from tether.integrations.loss_options import GIVEN, given_to
-from tether.integrations.one_pass_head import LossOfTokens
+from tether.integrations.one_pass_head import LossOfTokens, say_once
 from tether.losses.linear import REACH
 
 _log = logging.getLogger(__name__)
@@ -21,12 +21,7 @@ def loss_in_forward(trainer: Any, inputs: dict[str, Any]) -> LossOfTokens | None
     if not trainer.model.training:
         return None
     reason = _obstacle(trainer, inputs) or trainer._obstacle()
-    if not getattr(trainer, "_told_of_passes", False):
-        trainer._told_of_passes = True
-        told = (
-            "in one pass over the LM head" if reason is None else f"after the LM head, not with it: {reason}"
-        )
-        _log.info("The policy loss is computed %s.", told)
+    say_once(trainer, _log, reason)
     if reason is not None:
         return None
     return LossOfTokens(

@@ -77,8 +77,8 @@ def unpack(batch: Mapping[str, Any], response_mask: Tensor) -> SparseLogProbs:
     Raises:
         TetherError: a token counts of which nothing was recorded.
     """
-    count = _values(batch[COUNT]).long()
-    recorded, counts = count > 0, _values(response_mask) > 0
+    count = flat(batch[COUNT]).long()
+    recorded, counts = count > 0, flat(response_mask) > 0
     if bool((counts & ~recorded).any()):
         raise TetherError(
             f"{int((counts & ~recorded).sum())} response tokens count in this update but did not when the "
@@ -86,11 +86,11 @@ def unpack(batch: Mapping[str, Any], response_mask: Tensor) -> SparseLogProbs:
         )
     lengths = count[recorded]
     compact = CompactLogProbs(
-        ids=_values(batch[IDS]),
-        log_probs=_values(batch[LOG_PROBS]),
+        ids=flat(batch[IDS]),
+        log_probs=flat(batch[LOG_PROBS]),
         offsets=torch.cat((lengths.new_zeros(1), lengths.cumsum(0))),
-        log_tail=_values(batch[LOG_TAIL]),
-        log_tail_min=_values(batch[LOG_TAIL_MIN]),
+        log_tail=flat(batch[LOG_TAIL]),
+        log_tail_min=flat(batch[LOG_TAIL_MIN]),
         kept=None,
         kept_log_probs=None,
         shape=lengths.shape,
@@ -123,10 +123,10 @@ def pack_hidden(hidden: Tensor, index: Tensor, per_sequence: Tensor) -> dict[str
 
 def unpack_hidden(batch: Mapping[str, Any], response_mask: Tensor, group: Any = None) -> Tensor:
     """Hidden states of the tokens that count now, [N, D], those of all processes of `group` together."""
-    recorded, counts = _values(batch[COUNT]) > 0, _values(response_mask) > 0
+    recorded, counts = flat(batch[COUNT]) > 0, flat(response_mask) > 0
     tokens = response_mask.offsets()  # type: ignore[attr-defined]
     ends = torch.cat((tokens.new_zeros(1), recorded.cumsum(0)))[tokens]
-    hidden, place = _values(batch[HIDDEN]), _values(batch[PLACE])
+    hidden, place = flat(batch[HIDDEN]), flat(batch[PLACE])
     here = [len(row) for row in batch[PLACE].unbind()]
     index = torch.repeat_interleave(ends[:-1], torch.tensor(here, device=ends.device)) + place
     whole = hidden.new_zeros((int(ends[-1]), hidden.shape[-1])).index_copy_(0, index.long(), hidden)
@@ -137,10 +137,11 @@ def unpack_hidden(batch: Mapping[str, Any], response_mask: Tensor, group: Any = 
 
 def payload_bytes(fields: Mapping[str, Tensor]) -> int:
     """Bytes of the values the fields hold."""
-    return sum(_values(fields[name]).nbytes for name in (*FIELDS, HIDDEN, PLACE) if name in fields)
+    return sum(flat(fields[name]).nbytes for name in (*FIELDS, HIDDEN, PLACE) if name in fields)
 
 
-def _values(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
+    """The values of a jagged field, row after row."""
     # Rows of equal lengths may come back stacked.
     return tensor.values() if tensor.is_nested else tensor.flatten(0, 1)
 

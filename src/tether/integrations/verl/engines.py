@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,9 +21,11 @@ from verl.workers.utils.losses import ppo_loss
 
 from tether.errors import ConfigError
 from tether.integrations.exact_head import HeadSnapshot
+from tether.integrations.one_pass_head import say_once
 from tether.integrations.verl.head import HiddenStatesHead
 from tether.integrations.verl.layout import Partition, refuse_padded_batch
 from tether.integrations.verl.losses import RecordOldPolicy, TROLLLoss, refuse_missing_old_policy
+from tether.integrations.verl.one_pass import obstacle
 from tether.integrations.verl.sampler_clock import Lags
 from tether.integrations.verl.sampler_views import (
     SamplerHiddenView,
@@ -40,6 +43,8 @@ from tether.integrations.verl.settings import (
 )
 from tether.integrations.verl.store import OldPolicyStore
 from tether.integrations.verl.views import HiddenView, LogitsView, View
+
+_log = logging.getLogger(__name__)
 
 
 class TROLLEngineMixin:
@@ -141,7 +146,19 @@ class TROLLEngineMixin:
         kept = SamplerKept() if settings.around_sampler else self._store
         refuse_missing_old_policy(data, kept)
         lags = self._lags(data) if settings.around_sampler else None
-        return TROLLLoss(loss_function, settings, self._view(data, lags), self._partition(), kept, lags)
+        reason = self._obstacle()
+        say_once(self, _log, reason)
+        return TROLLLoss(
+            loss_function, settings, self._view(data, lags), self._partition(), kept, lags,
+            in_one_pass=reason is None,
+        )  # fmt: skip
+
+    def _obstacle(self) -> str | None:
+        """Why the loss is not computed in one pass over the head, if it is not."""
+        assert self._settings is not None
+        _, size = self._partition().sequence()
+        scales_loss = getattr(self, "scaler", None) is not None
+        return obstacle(self._settings, sequence_parallel=size, scales_loss=scales_loss)
 
     def _lags(self, data: TensorDict) -> Lags:
         by_sequence = self._settings is not None and self._settings.troll_region == "sequence"

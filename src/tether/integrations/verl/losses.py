@@ -10,6 +10,7 @@ Under exact support what arrives as logits are hidden states (`head.py`); `views
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
@@ -31,11 +33,12 @@ from tether.integrations.verl.layout import (
     refuse_padded_batch,
     spread,
 )
+from tether.integrations.verl.one_pass import loss_in_one_pass
 from tether.integrations.verl.sampler_clock import Lags
 from tether.integrations.verl.settings import LOSS_MODE, MODEL_TYPE, TROLLPolicyLossConfig
 from tether.integrations.verl.store import Kept, OldPolicyStore
-from tether.integrations.verl.views import Projected, Recorded, View
-from tether.losses.troll import troll_objective
+from tether.integrations.verl.views import HiddenView, Projected, Recorded, View
+from tether.losses import PolicyLoss, troll_objective
 from tether.projection.tokens import ProjectedTokens, masked_max, masked_mean
 
 _LOG_PROBS, _ENTROPY = "log_probs", "entropy"
@@ -130,6 +133,8 @@ class TROLLLoss:
         partition: Partition,
         store: Kept,
         lags: Lags | None = None,
+        *,
+        in_one_pass: bool = False,
     ) -> None:
         self._ppo_loss = ppo_loss
         self._settings = settings
@@ -137,6 +142,8 @@ class TROLLLoss:
         self._partition = partition
         self._store = store
         self._lags = lags
+        self._in_one_pass = in_one_pass
+        self._waiting: Tensor | None = None
         self._seconds = 0.0
 
     def __call__(
@@ -147,10 +154,21 @@ class TROLLLoss:
         student_logits: Tensor | None = None,
         data_format: str = "thd",
     ) -> Any:
-        """First call: what the projection says of each token. Second: the loss and its metrics."""
+        """First call: what the projection says of each token, or nothing yet. Second: loss and metrics."""
         if student_logits is not None:
-            return self._project(student_logits, data, data_format)
+            refuse_data_format(data_format)
+            if self._in_one_pass and torch.is_grad_enabled():
+                self._waiting = student_logits
+                return {}
+            return self._project(student_logits, data)
         assert model_output is not None
+        rows, self._waiting = self._waiting, None
+        of_verl = functools.partial(self._loss, model_output, data, dp_group)
+        found = of_verl() if rows is None else self._with_the_head(rows, model_output, data, of_verl)
+        return found.loss, found.metrics | self._costs()
+
+    def _loss(self, model_output: dict[str, Any], data: TensorDict, dp_group: Any) -> PolicyLoss:
+        """verl's, of values a position."""
         tokens = _from_outputs(model_output, data)
         before = _tokens.set(tokens)
         try:
@@ -158,10 +176,31 @@ class TROLLLoss:
         finally:
             _tokens.reset(before)
         by_lag = {} if self._lags is None else self._lags.metrics(tokens, data)
-        return loss, metrics | _metrics(tokens, data, self._settings) | by_lag | self._costs()
+        return PolicyLoss(loss, metrics | _metrics(tokens, data, self._settings) | by_lag)
 
-    def _project(self, rows: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
-        refuse_data_format(data_format)
+    def _with_the_head(
+        self, rows: Tensor, model_output: dict[str, Any], data: TensorDict, of_verl: Callable[[], PolicyLoss]
+    ) -> PolicyLoss:
+        """The same of hidden states, with the gradient that reaches them."""
+        start, columns = time.perf_counter(), rows.shape[1]
+        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
+
+        def verls(found: ProjectedTokens) -> PolicyLoss:
+            values = _as_outputs((found, found.new_log_probs), tokens, columns, self.view.with_entropy)
+            lengths = data["input_ids"].offsets()
+            model_output.update(
+                {name: nested_tensor_from_jagged(value[0], lengths) for name, value in values.items()}
+            )
+            return of_verl()
+
+        assert isinstance(self.view, HiddenView)
+        config = self._ppo_loss.keywords["config"]  # type: ignore[attr-defined]
+        fields = self._store.take(data, rows.device)
+        found = loss_in_one_pass(self.view, rows, tokens, data, fields, config, verls)
+        self._seconds = time.perf_counter() - start
+        return found
+
+    def _project(self, rows: Tensor, data: TensorDict) -> dict[str, Tensor]:
         start, columns = time.perf_counter(), rows.shape[1]
         tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
         projected = self.view.project(rows, tokens, data, self._store.take(data, rows.device))

@@ -36,6 +36,7 @@ SIGNATURES: dict[str, list[str]] = {
         "loss_mat", "loss_mask", "loss_agg_mode", "dp_size", "batch_num_tokens", "global_batch_size",
         "loss_scale_factor",
     ],
+    "verl.trainer.ppo.core_algos:kl_penalty": ["logprob", "ref_logprob", "kl_penalty"],
     "verl.trainer.ppo.core_algos:compute_policy_loss_vanilla": [
         "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config",
         "rollout_is_weights",
@@ -160,12 +161,21 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         "verl.workers.utils.losses:ppo_loss",
         ['config.policy_loss.get("loss_mode", "vanilla")', "get_policy_loss_fn(loss_mode)", "config=config"],
     ),
+    (
+        "ppo_loss is a policy loss, an entropy bonus and a reference penalty, each averaged by agg_loss",
+        "verl.workers.utils.losses:ppo_loss",
+        [
+            "policy_loss = pg_loss", "policy_loss -= entropy_coeff * entropy_loss",
+            "policy_loss += kl_loss * config.kl_loss_coef",
+        ],
+    ),
 ]  # fmt: skip
 
 #: Fields that are read from verl's configurations.
 FIELDS: dict[str, set[str]] = {
     "verl.workers.config:ActorConfig": {
         "policy_loss", "loss_agg_mode", "loss_scale_factor", "global_batch_info",
+        "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type",
     },
     "verl.workers.config:FSDPEngineConfig": {
         "forward_only", "use_fused_kernels", "pad_to_length", "strategy", "reshard_after_forward",

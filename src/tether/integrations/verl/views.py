@@ -152,25 +152,43 @@ class HiddenView:
 
     def project(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Projected:
         """See `View`."""
-        hidden, weight, bias = self._read(rows, tokens, data)
-        mask, (_, size) = data["response_mask"], self._partition.sequence()
-        support = carrier.unpack(fields, mask)[tokens.index]
-        group = _sequence_group() if self._store.local and size > 1 else None
-        old_hidden = carrier.unpack_hidden(fields, mask, group)[tokens.index]
         lengths = sequence_lengths(self._settings, self._partition, tokens)
-        layout = TokenLayout(tokens.sampled_ids.shape[0], lengths, hidden.device)
-        old_weight, old_bias = self._head.gathered(self._store.head, hidden.device)
+        new, old, old_log_probs, layout = self.policies(rows, tokens, data, fields, lengths)
         projected = project_tokens(
-            HiddenStates(layout.pad(hidden), weight, bias, head=Head(self._temperature)),
-            HiddenStates(layout.pad(old_hidden), old_weight, old_bias, layout.pad_distribution(support)),
+            new,
+            old,
             layout.pad(tokens.sampled_ids),
             layout.mask,
-            old_log_probs=layout.pad(support.log_prob_of(tokens.sampled_ids)),
+            old_log_probs=old_log_probs,
             kl_bound=self._settings.troll_kl_bound,
             region=self._settings.troll_region,  # type: ignore[arg-type]
         )
         projected = projected.each(lambda values: values[layout.mask])
         return projected, projected.new_log_probs
+
+    def policies(
+        self,
+        rows: Tensor,
+        tokens: CountedTokens,
+        data: Any,
+        fields: Mapping[str, Any],
+        lengths: Tensor | None,
+    ) -> tuple[HiddenStates, HiddenStates, Tensor, TokenLayout]:
+        """The new policy, the old one, its log-probabilities of the sampled tokens, and how all are laid out:
+        a row a sequence of these lengths [B], or without them one long row."""
+        hidden, weight, bias = self._read(rows, tokens, data)
+        mask, (_, size) = data["response_mask"], self._partition.sequence()
+        support = carrier.unpack(fields, mask)[tokens.index]
+        group = _sequence_group() if self._store.local and size > 1 else None
+        old_hidden = carrier.unpack_hidden(fields, mask, group)[tokens.index]
+        layout = TokenLayout(tokens.sampled_ids.shape[0], lengths, hidden.device)
+        old_weight, old_bias = self._head.gathered(self._store.head, hidden.device)
+        return (
+            HiddenStates(layout.pad(hidden), weight, bias, head=Head(self._temperature)),
+            HiddenStates(layout.pad(old_hidden), old_weight, old_bias, layout.pad_distribution(support)),
+            layout.pad(support.log_prob_of(tokens.sampled_ids)),
+            layout,
+        )
 
     def _read(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states of the tokens [n, D], and the weights of this forward pass, in one precision."""
