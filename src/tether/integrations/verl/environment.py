@@ -8,7 +8,7 @@ from tether.errors import MissingDependencyError
 from tether.integrations.seams import Tested, require
 
 #: The versions of verl it is tested with.
-TESTED = Tested("verl", "0.9.1", "0.9.1")
+TESTED = Tested("verl", "0.9.0", "0.9.1")
 
 _INSTALL = "pip install 'tether-rl[verl]'"
 
