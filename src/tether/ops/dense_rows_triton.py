@@ -44,8 +44,8 @@ def compare_rows(
     new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None
 ) -> Compared:
     """`dense_rows.compare_rows`; the host waits once for how many rows are projected and how many left."""
-    bound = new.new_full((1,), kl_bound if project else torch.inf, dtype=torch.float64)
     found = new.new_empty((len(old), _FOUND))
+    bound = found.new_full((1,), kl_bound if project else torch.inf, dtype=torch.float64)
     outcome = new.new_empty(len(old), dtype=torch.int8)
     with torch.cuda.device_of(new):
         compare_kernel[(len(old),)](
