@@ -284,10 +284,10 @@ def _triton_patches(chosen: bool) -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.object(backend, "_compiles_for", return_value=chosen)
     if not backend._installed():
         return
-    from tether.ops import rows_triton
+    from tether.ops import dense_rows_triton, rows_triton
     from tether.projection import categorical_triton
 
-    for module in (rows_triton, categorical_triton):
+    for module in (rows_triton, dense_rows_triton, categorical_triton):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             yield mock.patch.object(module, name, _Interpreted(getattr(module, name), module))
 

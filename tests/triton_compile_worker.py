@@ -18,12 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tether.ops import dense_rows_triton as dense
 from tether.ops import rows_triton_kernels as rows
 from tether.ops.rows_triton import _warps
 from tether.projection import categorical_triton_chunks as chunks
 from tether.projection import categorical_triton_kernels as categorical
+from tether.projection.anchored import LARGEST_CHANGE
 
-F32, BF16, I32, I64 = "*fp32", "*bf16", "*i32", "*i64"
+F32, F64, BF16, I32, I64 = "*fp32", "*fp64", "*bf16", "*i32", "*i64"
 HEAD: dict[str, Any] = {"SCALE": 0.7, "CAP": 30.0, "HAS_BIAS": True}
 NUMBERS = torch.finfo(torch.float32)
 TINY = {"TINY": NUMBERS.tiny, "WIDTH": 512}
@@ -94,6 +96,27 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         dict.fromkeys(("new", "old", "bound", "step", "kl", "known", "upstream", "grad"), F32)
         | {"constrained": "*i8"},
         WIDE,
+    ),
+    *(
+        (
+            dense.compare_kernel,
+            dense._WARPS,
+            {**dict.fromkeys(("new", "old", "found"), real), "ids": I64, "rows": I64}
+            | {"bound": F64, "outcome": "*i8"},
+            {"CHANGE": LARGEST_CHANGE[dtype], "FOUND": dense._FOUND, "BLOCK": dense._BLOCK} | given,
+        )
+        for dtype, real, given in ((torch.float32, F32, {"rows": None}), (torch.float64, F64, {}))
+    ),
+    *(
+        (
+            dense.projected_gradient_kernel,
+            dense._WARPS,
+            dict.fromkeys(("logits", "old", "log_sum", "entropy", "total", "grad_entropy", "arrived"), real)
+            | dict.fromkeys(("sampled", "regression", "along", "step"), real)
+            | {"old_rows": I64, "ids": I64, "left": "*i8"},
+            {"SLOPE": 0.7, "BLOCK": dense._BLOCK} | given,
+        )
+        for real, given in ((F32, {"CAP": 0.0, "grad_entropy": None}), (F64, {"CAP": 30.0}))
     ),
 ]
 

@@ -15,7 +15,7 @@ from benchmarks.gpu_check.outcome import Figure, NotHere
 from benchmarks.gpu_check.plan import Plan
 from torch import Tensor
 
-from tether.ops import linear_log_probs
+from tether.ops import linear_log_probs, linear_trust_region
 from tether.projection import kl_categorical, project_categorical
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,8 @@ KL_BOUND = 0.05
 # A kernel's error in multiples of the plain path's on the same inputs: adding in another order makes it up to
 # four times as large, a wrong formula hundreds.
 _ERROR_BAR = 16
+# Tokens of which a whole vocabulary is compared in float64 by plain PyTorch, a dozen copies of each.
+_TRUST_REGION_TOKENS = 64
 # The solver's tolerance on the divergence is 1e-5 in float32; sums over outcomes round by as much again.
 _BOUND_BAR = 1e-4
 
@@ -37,7 +39,7 @@ def run(plan: Plan) -> list[Figure]:
     if importlib.util.find_spec("triton") is None:
         raise NotHere("Triton is not installed: pip install triton.")
     figures = [figure for dtype in (torch.float32, torch.bfloat16) for figure in _head(plan, dtype)]
-    figures += [*_projection(plan), *_tests(plan)]
+    figures += [*_projection(plan), *_trust_region(plan), *_tests(plan)]
     if plan.device.type == "cuda":
         figures.append(_waits(plan))
     return figures
@@ -101,6 +103,38 @@ def _projection(plan: Plan) -> list[Figure]:
         for at, name in enumerate(("log-probabilities", "gradient"))
     ]
     return [*figures, Figure("projection: divergence reached, off the bound by", float(beyond), _BOUND_BAR)]
+
+
+def _trust_region(plan: Plan) -> list[Figure]:
+    """The exact trust region over a whole vocabulary: projected log-probabilities, gradient and bound."""
+    tokens, width, vocabulary, _ = plan.head
+    tokens = min(tokens, _TRUST_REGION_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    old, moved = torch.randn(2, tokens, width, generator=generator).to(plan.device)
+    # From rows inside the bound to rows far beyond it.
+    new = old + moved * torch.linspace(0, 0.5, tokens, device=plan.device)[:, None]
+    weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5 * 3).to(plan.device)
+    ids = (old @ weight.T).argmax(-1)
+
+    def project(dtype: torch.dtype, backend: Any) -> tuple[Tensor, ...]:
+        leaf = new.to(dtype).requires_grad_()
+        found = linear_trust_region(
+            leaf, weight.to(dtype), ids, old.to(dtype), kl_bound=KL_BOUND, backend=backend
+        )
+        loss = found.projected_log_probs.sum() + found.regression.sum() + found.entropy.sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        assert found.projected_kl is not None
+        return found.projected_log_probs.detach(), gradient, found.projected_kl[found.projected]
+
+    exact, plain = project(torch.float64, "torch"), project(torch.float32, "torch")
+    kernel = project(torch.float32, "triton")
+    beyond = (kernel[2] / KL_BOUND - 1).abs().max()
+    figures = [
+        _compared(f"exact trust region: {name}", kernel[at], plain[at], exact[at])
+        for at, name in enumerate(("projected log-probabilities", "gradient"))
+    ]
+    reached = Figure("exact trust region: divergence reached, off the bound by", float(beyond), _BOUND_BAR)
+    return [*figures, reached]
 
 
 def _tests(plan: Plan) -> list[Figure]:

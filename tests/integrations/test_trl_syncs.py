@@ -40,11 +40,12 @@ PACKED_HIDDEN: Waits = PACKED | {("integrations/trl_old_policy.py:pack", ROWS): 
 UNMOVED: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
     ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 2,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
+    ("ops/dense_rows.py:to_gradient", ROWS): 1,
 }
 MOVED: Waits = UNMOVED | {
-    ("ops/dense_rows.py:compare_rows", ROWS): 1,
-    ("ops/dense_rows.py:part_gradient", VALUE): 1,
+    ("ops/dense_rows.py:by_reference", ROWS): 1,
+    ("ops/dense_rows.py:_part_gradient", VALUE): 1,
 }
 
 

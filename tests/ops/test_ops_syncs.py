@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device_steps import Put, Step, Waits, assert_step
-from pretend_gpu import NEEDS_INTERPRETER, ROWS, VALUE
+from pretend_gpu import NEEDS_INTERPRETER, ROWS, TO_HOST, VALUE
 from tether.ops import linear_log_probs, linear_trust_region
 from tether.ops.logits import logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
@@ -87,16 +87,16 @@ def _trust_region(*, support: bool = False, sequences: bool = False, old_head: b
 # Rows that are not certified, then those outside the bound.
 FORWARD: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
-    ("ops/dense_rows.py:compare_rows", ROWS): 1,
+    ("ops/dense_rows.py:by_reference", ROWS): 1,
 }
 BACKWARD: Waits = {
     ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 2,
-    ("ops/dense_rows.py:part_gradient", VALUE): 1,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
+    ("ops/dense_rows.py:to_gradient", ROWS): 1,
+    ("ops/dense_rows.py:_part_gradient", VALUE): 1,
 }
 SEQUENCES: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
-    ("ops/dense_rows.py:compare_rows", ROWS): 1,
     ("ops/shared_steps.py:_SequenceMeans.__init__", VALUE): 1,
     ("ops/shared_steps.py:project_sequences", ROWS): 1,
     ("ops/trust_region.py:_sums", VALUE): 2,
@@ -115,6 +115,27 @@ SEQUENCES: Waits = {
 def test_the_exact_trust_region_asks_which_rows_need_work(settings: dict[str, bool], waits: Waits) -> None:
     """Once a block of rows: the tokens here are one."""
     assert_step(_trust_region(**settings), waits, terms=V)
+
+
+# How many rows are projected, and how many are left to the plain path.
+KERNELS_FORWARD: Waits = {
+    ("ops/trust_region.py:evaluate_block", ROWS): 1,
+    ("ops/dense_rows_triton.py:compare_rows", TO_HOST): 1,
+}
+KERNELS_BACKWARD: Waits = {
+    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
+    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
+    ("ops/dense_rows_triton.py:to_gradient", ROWS): 1,
+}
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("support", [False, True])
+def test_the_kernels_ask_no_more_often_than_the_plain_path(support: bool) -> None:
+    waits = KERNELS_FORWARD | KERNELS_BACKWARD
+    assert sum(waits.values()) <= sum((FORWARD | BACKWARD).values())
+    assert_step(_trust_region(support=support), waits, terms=V, kernels=True)
 
 
 def test_logits_of_others_are_read_without_waiting() -> None:

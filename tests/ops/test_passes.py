@@ -192,6 +192,6 @@ def test_a_search_that_runs_out_of_steps_is_taken_over(monkeypatch: pytest.Monke
 
     reference = dense_rows.project_rows
     monkeypatch.setattr(dense_rows, "project_rows", project_rows)
-    monkeypatch.setattr(anchored, "_LARGEST_CHANGE", dict.fromkeys(anchored._LARGEST_CHANGE, -1.0))
+    monkeypatch.setattr(anchored, "LARGEST_CHANGE", dict.fromkeys(anchored.LARGEST_CHANGE, -1.0))
     _count(0.5, 1.0)
     assert taken == [1] * ROWS

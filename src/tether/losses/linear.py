@@ -181,7 +181,8 @@ class _Rows:
         if isinstance(self.old, HiddenStates):
             found = linear_trust_region(
                 new.hidden, new.weight, self.ids, self.old.hidden, kl_bound=self.kl_bound, bias=new.bias,
-                old_weight=self.old.weight, old_bias=self.old.bias, old_support=self.old.support, **options,
+                old_weight=self.old.weight, old_bias=self.old.bias, old_support=self.old.support,
+                backend=self.backend, **options,
             )  # fmt: skip
             return self._with_old(found, slice(None))
         few = linear_log_probs(
@@ -330,7 +331,9 @@ def _in_one_pass(course: _Course, blocks: list[slice]) -> LinearPolicyLoss:
 
     with torch.no_grad():
         if isinstance(rows.old, HiddenStates):
-            known = trust_region_in_one_pass(new, rows.old, rows.ids, rows.kl_bound, of_state, blocks)
+            known = trust_region_in_one_pass(
+                new, rows.old, rows.ids, rows.kl_bound, of_state, blocks, rows.backend
+            )
         else:
             known = log_probs_in_one_pass(new, rows.wanted, of_log_probs, blocks, rows.backend)
         result = course.finish()

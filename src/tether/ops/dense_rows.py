@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tether.ops.rows import Upstream, probs_to_gradient
+from tether.ops.head import Head
+from tether.ops.policy_pair import rows_at_a_time
+from tether.ops.rows import Upstream, probs_to_gradient, reduce_rows
 from tether.ops.token_state import ProjectedRows
 from tether.projection.anchored import AnchoredCurve, AnchoredStep
 from tether.projection.divergence import log_partition, rows_kl, where
@@ -43,22 +45,34 @@ class Compared(NamedTuple):
     """Which of the rows are outside the bound, and their projections."""
 
 
+def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows of logits, padding included: log-probabilities of `ids`, entropies, log-sum-exps, [n] each."""
+    found = logits.new_empty((3, len(ids)))
+    logits, scratch = logits[:, :vocabulary], None
+    for part in rows_at_a_time(logits):
+        some = logits[part]
+        scratch = some.new_empty((2, *some.shape)) if scratch is None else scratch[:, : len(some)]
+        reduced = reduce_rows(some, ids[part, None], probs=scratch[0], shifted=scratch[1])
+        found[0, part], found[1, part] = reduced.log_probs.squeeze(-1), reduced.entropy
+        torch.add(reduced.largest, reduced.log_total, out=found[2, part])
+    log_probs, entropy, log_sum = found
+    return log_probs, entropy, log_sum
+
+
 def compare_rows(
     new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None
 ) -> Compared:
     """Compare rows of logits [n, V], and project those outside the bound, each with a step of its own.
 
     On a CPU `AnchoredCurve` does it where it can; `rows_kl` and `Geodesic` take what it cannot, and on an
-    accelerator everything, for it cannot be asked.
+    accelerator without Triton everything, for it cannot be asked.
 
     Args:
         rows: which rows of `new` the old ones belong to, if not all.
     """
     if not may_ask(new):
-        new = new if rows is None else new[rows]
-        kl = rows_kl(new, old)
-        outside = (kl > kl_bound).nonzero().squeeze(-1)
-        return Compared(kl, _by_reference(new, old, ids, kl, kl_bound, outside) if project else [])
+        kl, every = new.new_empty(len(old)), torch.arange(len(old), device=old.device)
+        return Compared(kl, by_reference(new, old, ids, kl_bound, kl, every, project=project, rows=rows))
     curve = AnchoredCurve(new, old, ids, kl_bound if project else math.inf, rows)
     kl, reliable = curve.kl, curve.reliable
     for row in _one_by_one(~reliable):
@@ -84,12 +98,28 @@ def _one_by_one(chosen: Tensor) -> Sequence[Tensor]:
     return chosen.nonzero().unbind(0)
 
 
-def _by_reference(
-    new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: float, rows: Tensor
+def by_reference(
+    new: Tensor,
+    old: Tensor,
+    ids: Tensor,
+    kl_bound: float,
+    kl: Tensor,
+    chosen: Tensor,
+    *,
+    project: bool,
+    rows: Tensor | None,
 ) -> list[tuple[Tensor, ProjectedRows]]:
-    if not rows.numel():
-        return []
-    return [(rows, project_rows(new[rows], old[rows], ids[rows], kl[rows], kl_bound))]
+    """The same of some of the old rows, whatever they hold: their divergences go into `kl`."""
+    projections = []
+    for part in rows_at_a_time(old[: len(chosen)]):
+        at = chosen[part]
+        some_new, some_old = new[at if rows is None else rows[at]], old[at]
+        some_kl = kl[at] = rows_kl(some_new, some_old)
+        outside = (some_kl > kl_bound).nonzero().squeeze(-1) if project else at[:0]
+        if outside.numel():
+            some = (some_new[outside], some_old[outside], ids[at[outside]], some_kl[outside])
+            projections.append((at[outside], project_rows(*some, kl_bound)))
+    return projections
 
 
 def _read_off_anchored(curve: AnchoredCurve, rows: Tensor, found: AnchoredStep) -> ProjectedRows:
@@ -155,7 +185,42 @@ def _divergence(log_probs: Tensor, probs: Tensor, old: Tensor) -> Tensor:
     return terms.sum(-1) / probs.sum(-1)
 
 
-def part_gradient(
+def to_gradient(
+    head: Head,
+    logits: Tensor,
+    own: Upstream,
+    old: Tensor | None,
+    acts: Tensor,
+    ids: Tensor,
+    upstream: ProjectedUpstream,
+    kl_bound: float,
+) -> None:
+    """Replace logits [n, V] of the new policy by the gradient that reaches the head's raw output.
+
+    Args:
+        own: what arrived for the network's own log-probabilities of `ids` and its entropies, [n].
+        old: old logits of the rows that act, in rising order, [m, V]; None if there are none.
+        acts: which rows those are, [n] bool.
+        upstream: what arrived for the projections, [n].
+    """
+    count, scratch = 0, None
+    for part in rows_at_a_time(logits):
+        some = logits[part]
+        slope = head.slope(some)
+        acting, some_old = acts[part].nonzero().squeeze(-1), None
+        if acting.numel():
+            assert old is not None
+            some_old = old[count : count + acting.numel()]
+            count += acting.numel()
+            if scratch is None:
+                scratch = old.new_empty((3, *some.shape))
+        at = acting + part.start
+        _part_gradient(some, own.at(part), some_old, acting, ids[at], upstream.at(at), kl_bound, scratch)
+        if isinstance(slope, Tensor) or slope != 1:
+            some.mul_(slope)
+
+
+def _part_gradient(
     logits: Tensor,
     own: Upstream,
     old: Tensor | None,

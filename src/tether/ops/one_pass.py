@@ -22,7 +22,7 @@ from tether.ops.policy_pair import PolicyPair
 from tether.ops.rows import gather_upstream, keep_rows
 from tether.ops.token_state import TokenState
 from tether.ops.trust_region import Arrived, evaluate_block, gradient_of_block
-from tether.projection.backend import Backend
+from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
 
 # Part of the workspace that is used: nothing is gained by more rows at a time, for none is formed again.
@@ -99,6 +99,7 @@ def trust_region_in_one_pass(
     kl_bound: float,
     slopes: Slopes,
     blocks: Iterable[slice],
+    backend: Backend,
 ) -> Gradients:
     """The same of what `linear_trust_region` returns: the four values that carry a gradient.
 
@@ -112,7 +113,8 @@ def trust_region_in_one_pass(
     blocks = list(blocks)
     with new.head.weights_at_hand(), torch.autocast(hidden.device.type, enabled=False):
         rows = max((block.stop - block.start for block in blocks), default=0)
-        whole = PolicyPair.of(new.head, hidden, weight, bias, old, rows=rows)
+        kernels = use_triton(backend, hidden)
+        whole = PolicyPair.of(new.head, hidden, weight, bias, old, rows=rows, kernels=kernels)
         ratio_range = whole.log_ratio_range()
         total = HeadGradients(_needed(new), hidden, weight, bias, whole.buffers.dtype)
         for block in blocks:

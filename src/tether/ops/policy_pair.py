@@ -39,6 +39,8 @@ class PolicyPair:
     old_rows: Tensor | None = None
     """If the buffers hold the new logits of all rows already: of which rows they hold the old ones. They can
     be asked for once, in rising order."""
+    kernels: bool = False
+    """Whether Triton's kernels measure and project the rows."""
 
     @classmethod
     def of(
@@ -50,13 +52,14 @@ class PolicyPair:
         old: HiddenStates,
         sequences: Tensor | None = None,
         rows: int | None = None,
+        kernels: bool = False,
     ) -> PolicyPair:
         """With buffers for so many rows, or for those of a block."""
         if rows is None:
             rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         buffers = memory.WORKSPACE.take(hidden, (2, rows, weight.shape[0]), dtype)
-        return cls(head, hidden, weight, bias, old, sequences, buffers)
+        return cls(head, hidden, weight, bias, old, sequences, buffers, kernels=kernels)
 
     def block(self, rows: slice) -> PolicyPair:
         """Of some rows alone, in the same buffers."""

@@ -32,7 +32,11 @@ def reduce_block(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, buffer: Tensor, out: Reduced
 ) -> None:
     """Reduce the logits of a block of tokens to what `out` has room for, read once."""
-    raw = raw_logits(hidden, weight, buffer)
+    reduce_kept(head, raw_logits(hidden, weight, buffer), bias, ids, out)
+
+
+def reduce_kept(head: Head, raw: Tensor, bias: Tensor | None, ids: Tensor, out: Reduced) -> None:
+    """The same of the head's raw output [n, V]."""
     (tokens, vocabulary), top_k = raw.shape, out.top_ids.shape[-1]
     group = _group_size(vocabulary, top_k)
     groups = triton.cdiv(vocabulary, group)

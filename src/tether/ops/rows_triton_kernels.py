@@ -163,7 +163,7 @@ def gradient_kernel(
         active = active | (tl.load(grad_entropy + row) != 0)
     held = columns < tl.where(active, real, 0)  # rows without gradient read nothing
     values = _load_raw(raw + row * vocabulary, bias, columns, held, HAS_BIAS)
-    result = _taken(_transform(values, SCALE, CAP), row, log_sum, entropy, total, grad_entropy)
+    result = taken(_transform(values, SCALE, CAP), row, log_sum, entropy, total, grad_entropy)
     result = tl.where(held, result * _slope(values, SCALE, CAP), 0.0)
     tl.store(grad + row * vocabulary + columns, result, mask=columns < vocabulary)
 
@@ -189,7 +189,7 @@ def gradient_at_ids_kernel(
         summed += tl.sum(tl.where(own[:, None] == other[None, :], sent[None, :], 0.0), 1)
     held = (own >= 0) & (own < real)
     values = _load_raw(raw + row * vocabulary, bias, own, held, HAS_BIAS)
-    result = summed + _taken(_transform(values, SCALE, CAP), row, log_sum, entropy, total, grad_entropy)
+    result = summed + taken(_transform(values, SCALE, CAP), row, log_sum, entropy, total, grad_entropy)
     tl.store(at_ids + row * slots + slot, result * _slope(values, SCALE, CAP), mask=slot < slots)
 
 
@@ -205,7 +205,7 @@ def scatter_kernel(grad, ids, at_ids, vocabulary, real, slots, BLOCK: tl.constex
 
 
 @triton.jit
-def _taken(logits, row, log_sum, entropy, total, grad_entropy):
+def taken(logits, row, log_sum, entropy, total, grad_entropy):
     """-p (total + (log p + H) g_H), the part of the gradient that every id has."""
     log_prob = logits - tl.load(log_sum + row)
     inner = tl.load(total + row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
-from tether.ops.dense_rows import ProjectedUpstream, compare_rows, part_gradient
+from tether.ops import dense_rows
+from tether.ops.dense_rows import ProjectedUpstream
 from tether.ops.head import Head, HeadGradients
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import KEPT
-from tether.ops.policy_pair import PolicyPair, check_pair, rows_at_a_time
-from tether.ops.rows import Upstream, gather_upstream, reduce_rows
+from tether.ops.policy_pair import PolicyPair, check_pair
+from tether.ops.rows import Upstream, gather_upstream
 from tether.ops.shared_steps import project_sequences
 from tether.ops.token_state import TokenState
+from tether.projection.backend import Backend, use_triton
 from tether.projection.certificate import certify
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
@@ -48,6 +51,7 @@ def linear_trust_region(
     softcap: float | None = None,
     vocabulary_size: int | None = None,
     weights_at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backend: Backend = "auto",
 ) -> ProjectedTokens:
     """Project a language model's token distributions exactly, from hidden states and LM heads alone.
 
@@ -83,13 +87,15 @@ def linear_trust_region(
             Without it each row has its own.
         temperature, logit_scale, softcap, vocabulary_size, weights_at_hand: as in
             `tether.linear_log_probs`, for both policies (`weights_at_hand` for the new head alone).
+        backend: as in `tether.linear_log_probs`; a step that `sequences` share is searched on the plain path.
 
     Returns:
         A value a token, [N]; `old_log_probs` is NaN, for whoever recorded the rollouts has them.
 
     Raises:
         InvalidInputError: shapes that do not fit, an id outside the vocabulary, NaN or infinity among
-            the logits, or a setting that is not positive.
+            the logits, a setting that is not positive, or a backend that cannot run here.
+        MissingDependencyError: backend="triton" without the package.
 
     Source: TROLL (arXiv 2510.03817, section 3); that rows are dense one block at a time is ours.
 
@@ -107,7 +113,10 @@ def linear_trust_region(
     check_kl_bound(kl_bound)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
-        tensors = _LinearTrustRegion.apply(hidden, weight, bias, ids, old, sequences, head, float(kl_bound))
+        kernels = use_triton(backend, hidden)
+        tensors = _LinearTrustRegion.apply(
+            hidden, weight, bias, ids, old, sequences, head, float(kl_bound), kernels
+        )
     return TokenState.read(tensors).result()
 
 
@@ -123,11 +132,12 @@ class _LinearTrustRegion(torch.autograd.Function):
         sequences: Tensor | None,
         head: Head,
         kl_bound: float,
+        kernels: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         state = TokenState.empty(hidden)
         with head.weights_at_hand():
-            pair = PolicyPair.of(head, hidden, weight, bias, old, sequences)
+            pair = PolicyPair.of(head, hidden, weight, bias, old, sequences, kernels=kernels)
             ratio_range = pair.log_ratio_range()
             old_rows = ids.new_empty(0, dtype=torch.long)
             for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
@@ -139,6 +149,7 @@ class _LinearTrustRegion(torch.autograd.Function):
         keep = whole and any(ctx.needs_input_grad[:3])
         ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
         ctx.head, ctx.old, ctx.sequences, ctx.kl_bound = head, old, sequences, kl_bound
+        ctx.kernels = kernels
         ctx.save_for_backward(hidden, weight, bias, ids, *state.tensors())
         ctx.mark_non_differentiable(*state.without_gradient())
         return state.tensors()
@@ -153,15 +164,15 @@ class _LinearTrustRegion(torch.autograd.Function):
             total = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias, arrived.own.total.dtype)
             for block in pair.blocks(arrived.rows()):
                 total.add(block, gradient_of_block(pair, block, ids, arrived, ctx.kl_bound))
-        return (*total.rounded(), None, None, None, None, None)
+        return (*total.rounded(), None, None, None, None, None, None)
 
 
 def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> PolicyPair:
     """For a backward pass: with the logits of the forward pass, if they were kept and none came before it."""
     kept, ctx.kept = ctx.kept, None  # spoiled by whoever uses them
     if kept is None:
-        return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences)
-    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows)
+        return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kernels=ctx.kernels)
+    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows, ctx.kernels)
 
 
 def evaluate_block(
@@ -172,33 +183,32 @@ def evaluate_block(
     Returns:
         The rows whose old logits had to be formed.
     """
-    new = pair.new_logits(block)[:, : pair.vocabulary]
-    scratch = None
-    for part in rows_at_a_time(new):
-        at, logits = block[part], new[part]
-        scratch = logits.new_empty((2, *logits.shape)) if scratch is None else scratch[:, : len(logits)]
-        reduced = reduce_rows(logits, ids[at, None], probs=scratch[0], shifted=scratch[1])
-        state.new_log_probs[at], state.entropy[at] = reduced.log_probs.squeeze(-1), reduced.entropy
-        state.log_sum[at] = reduced.largest + reduced.log_total
+    dense, logits = _dense_rows(pair), pair.new_logits(block)
+    new = logits[:, : pair.vocabulary]
+    found = dense.measure(logits, pair.vocabulary, ids[block])
+    state.new_log_probs[block], state.entropy[block], state.log_sum[block] = found
     state.projected_log_probs[block] = state.new_log_probs[block]
     inside = _certify(pair, block, new, ratio_range[block], kl_bound, state)
     unknown = (~inside).nonzero().squeeze(-1)
     if not unknown.numel():
         return block[unknown]
-    old = pair.old_logits(block[unknown])
-    every = unknown.numel() == block.numel()
-    # A CPU takes a block in strips of its own.
-    for part in [slice(None)] if may_ask(old) else rows_at_a_time(old):
-        at = block[unknown[part]]
-        # Without a certificate the rows are consecutive, and need no copy.
-        logits, rows = (new[part], None) if every else (new, unknown[part])
-        compared = compare_rows(
-            logits, old[part], ids[at], kl_bound, project=pair.sequences is None, rows=rows
-        )
-        state.kl[at] = compared.kl
-        for outside, projection in compared.projections:
-            state.put(at[outside], projection)
+    # Without a certificate the rows are consecutive, and need no copy.
+    rows = None if unknown.numel() == block.numel() else unknown
+    at, old = block[unknown], pair.old_logits(block[unknown])
+    compared = dense.compare_rows(new, old, ids[at], kl_bound, project=pair.sequences is None, rows=rows)
+    state.kl[at] = compared.kl
+    for outside, projection in compared.projections:
+        state.put(at[outside], projection)
     return block[unknown]
+
+
+def _dense_rows(pair: PolicyPair) -> ModuleType:
+    """What measures and projects rows of logits: two modules with the same three functions."""
+    if not pair.kernels:
+        return dense_rows
+    from tether.ops import dense_rows_triton
+
+    return dense_rows_triton
 
 
 def _certify(
@@ -270,24 +280,10 @@ def gradient_of_block(
     grad = pair.new_logits(block)
     inner = grad[:, : pair.vocabulary]
     acts = arrived.projected.acts[block]
-    needed, taken = acts.nonzero().squeeze(-1), 0
-    old, scratch = pair.old_logits(block[needed]) if needed.numel() else None, None
-    for part in rows_at_a_time(inner):
-        at, logits = block[part], inner[part]
-        slope = pair.head.slope(logits)
-        acting = acts[part].nonzero().squeeze(-1)
-        rows, old_rows = at[acting], None
-        if acting.numel():
-            assert old is not None
-            old_rows = old[taken : taken + acting.numel()]  # in rising order, no gaps
-            taken += acting.numel()
-            if scratch is None:
-                scratch = old.new_empty((3, *logits.shape))
-        upstream = arrived.projected.at(rows)
-        own = arrived.own.at(at)
-        part_gradient(logits, own, old_rows, acting, ids[rows], upstream, kl_bound, scratch)
-        if isinstance(slope, Tensor) or slope != 1:
-            logits.mul_(slope)
+    needed = acts.nonzero().squeeze(-1)
+    old = pair.old_logits(block[needed]) if needed.numel() else None
+    own, upstream = arrived.own.at(block), arrived.projected.at(block)
+    _dense_rows(pair).to_gradient(pair.head, inner, own, old, acts, ids[block], upstream, kl_bound)
     grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
     return grad
 

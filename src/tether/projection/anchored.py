@@ -24,7 +24,7 @@ _SMALLEST, _FAR = -60.0, 4.0
 _LARGEST_OFFSET = 16.0
 # Share by which a term of the series in the step may change the variance. Terms fall geometrically: the first
 # that is left out is the third power of it.
-_LARGEST_CHANGE = {torch.float32: 1e-2, torch.float64: 1e-4}
+LARGEST_CHANGE = {torch.float32: 1e-2, torch.float64: 1e-4}
 # Newton's method on the series, whose start is off by a few per cent.
 _SERIES_STEPS = 6
 
@@ -128,7 +128,7 @@ class AnchoredCurve:
             step, centre = series.step + delta, mean
             log_prob = self.log_old[rows[pending]].double() - value
             inside = sound & (step > 0) & (step < 1)
-            met = inside & (series.change(delta) <= _LARGEST_CHANGE[self.old.dtype])
+            met = inside & (series.change(delta) <= LARGEST_CHANGE[self.old.dtype])
             near = ((step * mean).abs() <= _FAR) & (log_prob > _SMALLEST) & (variance > 0)
             latest = torch.stack((step, log_prob, mean, variance, kl, (met & near).double()))
             found = latest if found is None else found.index_copy_(1, pending, latest)

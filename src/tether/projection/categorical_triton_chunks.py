@@ -143,14 +143,14 @@ def _partition(values, outcomes, BLOCK: tl.constexpr):
     for first in range(0, outcomes, BLOCK):
         column = first + tl.arange(0, BLOCK)
         logits = tl.load(values + column, mask=column < outcomes, other=float("-inf"))
-        highest, weights, shrink = _weights(largest, logits)
+        highest, weights, shrink = weights_so_far(largest, logits)
         total = total * shrink + tl.sum(weights, 0)
         largest = highest
     return largest, tl.where(largest > float("-inf"), tl.log(total), float("nan"))
 
 
 @triton.jit
-def _weights(largest, logits):
+def weights_so_far(largest, logits):
     """The largest logit so far, exponentials relative to it, and what to multiply earlier sums by."""
     highest = tl.maximum(largest, tl.max(logits, 0))
     base = tl.where(highest > float("-inf"), highest, 0.0)
@@ -200,7 +200,7 @@ def _treat_zeros(new, old, curve, zeros, bound, outcomes, BLOCK: tl.constexpr):
         for first in range(0, outcomes, BLOCK):
             _, log_new, log_old = _normalised_chunk(new, old, curve, first, outcomes, BLOCK)
             held = tl.where(log_new == float("-inf"), float("-inf"), log_old)
-            highest, weights, shrink = _weights(largest, held)
+            highest, weights, shrink = weights_so_far(largest, held)
             total = total * shrink + tl.sum(weights, 0)
             largest = highest
         jump = tl.where(largest > float("-inf"), tl.maximum(-largest - tl.log(total), 0.0), float("inf"))
@@ -279,7 +279,7 @@ def _moments(x, new, old, curve, outcomes, BLOCK: tl.constexpr):
     square = x * 0
     for first in range(0, outcomes, BLOCK):
         _, start, ratio, _ = _chunk(new, old, curve, first, outcomes, BLOCK)
-        highest, weights, shrink = _weights(largest, start + x * ratio)
+        highest, weights, shrink = weights_so_far(largest, start + x * ratio)
         total = total * shrink + tl.sum(weights, 0)
         mean = mean * shrink + tl.sum(weights * ratio, 0)
         square = square * shrink + tl.sum(weights * ratio * ratio, 0)
