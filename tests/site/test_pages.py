@@ -20,7 +20,7 @@ from tether.kinds import KINDS
 WIDTHS = {"phone": 390, "desk": 1280}
 SCHEMES = ("light", "dark")
 REPORT = "gallery/arithmetic.html"
-#: What an accessibility check finds in the theme's and the notebooks' own markup, which pages here do not write.
+#: What an accessibility check finds in the theme's and the notebooks' own markup, which is not written here.
 NOT_OURS = (
     "md-nav",
     "md-search",
