@@ -82,15 +82,9 @@ def _read_off(found: Tensor) -> ProjectedRows:
 
 
 def to_gradient(
-    head: Head,
-    logits: Tensor,
-    own: Upstream,
-    old: Tensor | None,
-    acts: Tensor,
-    ids: Tensor,
-    upstream: ProjectedUpstream,
-    kl_bound: float,
-) -> None:
+    head: Head, logits: Tensor, own: Upstream, old: Tensor | None, acts: Tensor, ids: Tensor,
+    upstream: ProjectedUpstream, kl_bound: float,
+) -> None:  # fmt: skip
     """`dense_rows.to_gradient`; where rows act, the host waits once for which of them are left."""
     ((_, arrived),) = own.gathered  # for the sampled token
     left = torch.empty_like(ids, dtype=torch.int8)
