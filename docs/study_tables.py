@@ -53,6 +53,10 @@ STUDIES = {
     "j-9-lag-01": "(j) The same, data at most an update old",
     "j-6-lower-rate": "(j) Data 64 updates old, learning rate 3e-5",
     "j-7-engine": "(j) Data 16 updates old from a sampler in bfloat16, whole and truncated",
+    "k-rates": "(k) SmolLM2-135M-Instruct on word problems: learning rates, validation problems",
+    "k-words": "(k) SmolLM2-135M-Instruct on word problems",
+    "k-code": "(k) SmolLM2-135M-Instruct on functions of one line",
+    "k-gemma": "(k) Gemma 3 270M on word problems, 8 updates a batch",
     "l-step-back": "(l) A bound on the network, learning rate 3e-4, validation problems",
     "l-step-back-second-family": "(l) The same on the second family, test problems",
     "l-step-back-longer": "(l) The same on the longer task, learning rate 1e-4, test problems",
@@ -70,6 +74,7 @@ STUDIES = {
 # One or two seeds a setting: for choosing, not for a method's own page.
 _SEARCHES = (
     "search", "search-64", "search-longer", "g-optimizer-search", "j-3-search", "j-4-search-others",
+    "k-rates",
 )  # fmt: skip
 
 # Rows of a method that a page shows unfolded.

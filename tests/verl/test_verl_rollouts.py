@@ -193,7 +193,11 @@ def test_trajectories_at_once_do_not_mix() -> None:
 
 
 def test_validation_carries_nothing_more() -> None:
-    output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={})
+    # verl 0.9.0 expects the fields that every agent loop of its own fills in.
+    extra = {"turn_scores": [], "tool_rewards": []}
+    output = AgentLoopOutput(
+        prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={}, extra_fields=extra
+    )
     kept = []
 
     async def keep(self: Any, output: Any, validate: bool, **_: Any) -> None:
