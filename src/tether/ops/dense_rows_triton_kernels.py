@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from tether.ops.rows_triton_kernels import taken
+from tether.projection import anchored
 from tether.projection.categorical_triton_chunks import weights_so_far
 
-# The constants of `anchored.py`.
-_MAX_STEPS: tl.constexpr = tl.constexpr(4)
-_SMALLEST: tl.constexpr = tl.constexpr(-60.0)
-_FAR: tl.constexpr = tl.constexpr(4.0)
-_LARGEST_OFFSET: tl.constexpr = tl.constexpr(16.0)
-_SERIES_STEPS: tl.constexpr = tl.constexpr(6)
+# Kernels read globals only as `constexpr`.
+_MAX_STEPS: tl.constexpr = tl.constexpr(anchored.MAX_STEPS)
+_SMALLEST: tl.constexpr = tl.constexpr(anchored.SMALLEST)
+_FAR: tl.constexpr = tl.constexpr(anchored.FAR)
+_LARGEST_OFFSET: tl.constexpr = tl.constexpr(anchored.LARGEST_OFFSET)
+_SERIES_STEPS: tl.constexpr = tl.constexpr(anchored.SERIES_STEPS)
 
 #: What becomes of a row: it is inside the bound, projected, or left to the reference.
 INSIDE: tl.constexpr = tl.constexpr(0)

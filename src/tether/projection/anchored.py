@@ -17,16 +17,16 @@ from torch import Tensor
 # Logits of one policy taken through all passes at a time: 1 MiB of float32.
 _STRIP_ELEMENTS = 1 << 18
 # Evaluations after which a row is left to the reference; one or two are usual.
-_MAX_STEPS = 4
+MAX_STEPS = 4
 # Nats below which the anchor's probability has lost its digits, and from which differences lose too many.
-_SMALLEST, _FAR = -60.0, 4.0
+SMALLEST, FAR = -60.0, 4.0
 # Squared distance of the mean from where it was expected, over the variance, from which moments lose digits.
-_LARGEST_OFFSET = 16.0
+LARGEST_OFFSET = 16.0
 # Share by which a term of the series in the step may change the variance. Terms fall geometrically: the first
 # that is left out is the third power of it.
 LARGEST_CHANGE = {torch.float32: 1e-2, torch.float64: 1e-4}
 # Newton's method on the series, whose start is off by a few per cent.
-_SERIES_STEPS = 6
+SERIES_STEPS = 6
 
 Rows = slice | Tensor
 
@@ -68,7 +68,7 @@ class _Series(NamedTuple):
     def root(self, kl_bound: float) -> Tensor:
         """The `delta` at which the divergence meets the bound, by Newton's method on its root."""
         delta = torch.zeros_like(self.step)
-        for _ in range(_SERIES_STEPS):
+        for _ in range(SERIES_STEPS):
             kl, _, _, variance = self.at(delta)
             root = kl.clamp_min(torch.finfo(kl.dtype).tiny).sqrt()
             delta = delta - (root - kl_bound**0.5) * 2 * root / ((self.step + delta) * variance)
@@ -109,8 +109,8 @@ class AnchoredCurve:
     @property
     def reliable(self) -> Tensor:
         """Rows whose `kl` has its digits, bool; a zero, NaN or infinity anywhere is none."""
-        near = self.mean_new.abs() <= _FAR * (1 + self.kl)
-        return near & (self.log_old > _SMALLEST) & (self.log_new > _SMALLEST) & self.kl.isfinite()
+        near = self.mean_new.abs() <= FAR * (1 + self.kl)
+        return near & (self.log_old > SMALLEST) & (self.log_new > SMALLEST) & self.kl.isfinite()
 
     def solve(self, rows: Tensor) -> AnchoredStep:
         """The steps of rows whose `kl` exceeds the bound.
@@ -121,7 +121,7 @@ class AnchoredCurve:
         step, centre = self._first_guess(rows)
         found = None
         pending = torch.arange(len(rows), device=rows.device)
-        for _ in range(_MAX_STEPS):
+        for _ in range(MAX_STEPS):
             series, sound = self._series(rows[pending], step, centre)
             delta = series.root(self.kl_bound)
             kl, value, mean, variance = series.at(delta)
@@ -129,7 +129,7 @@ class AnchoredCurve:
             log_prob = self.log_old[rows[pending]].double() - value
             inside = sound & (step > 0) & (step < 1)
             met = inside & (series.change(delta) <= LARGEST_CHANGE[self.old.dtype])
-            near = ((step * mean).abs() <= _FAR) & (log_prob > _SMALLEST) & (variance > 0)
+            near = ((step * mean).abs() <= FAR) & (log_prob > SMALLEST) & (variance > 0)
             latest = torch.stack((step, log_prob, mean, variance, kl, (met & near).double()))
             found = latest if found is None else found.index_copy_(1, pending, latest)
             again = inside & ~met
@@ -198,7 +198,7 @@ class AnchoredCurve:
             + 12 * second * square
             - 6 * square.square(),
         )
-        return series, square <= _LARGEST_OFFSET * variance
+        return series, square <= LARGEST_OFFSET * variance
 
     def _first_guess(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Where a s + b s^2 + c s^3 meets the bound, and E[u] there.
