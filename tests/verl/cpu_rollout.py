@@ -1,4 +1,4 @@
-"""A rollout server for verl on CPU, for these tests only: one request at a time in a Ray actor.
+"""A rollout server for verl on CPU, for these tests only, in a Ray actor.
 
 verl finds it by the rollout's name: the server's side in its registry of replicas (`RolloutReplicaRegistry`),
 the worker's side, which sends weights, in its table of rollout classes.
@@ -7,6 +7,7 @@ the worker's side, which sends weights, in its table of rollout classes.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -26,11 +27,24 @@ def _actor_name(rank: int) -> str:
     return f"cpu_rollout_server_{rank}"
 
 
+@dataclass(eq=False)
+class _Request:
+    """One answer under way."""
+
+    prompt: list[int]
+    left: int
+    temperature: float
+    version: int
+    answer: asyncio.Future[TokenOutput]
+    tokens: list[int] = field(default_factory=list)
+
+
 class CPUServer:
     """Samples with the weights it was sent last; there is no cache to put to sleep.
 
-    Asked to, it reports the likeliest ids of each token. A few tokens at a time, so that answers can be
-    interrupted: what is asked while weights change waits for them, as in vLLM.
+    All that is asked at a time is sampled together, a few tokens at a time, so that answers can be
+    interrupted: what is asked while weights change waits for them, as in vLLM. Asked to, it reports the
+    likeliest ids of each token.
     """
 
     def __init__(self, model: str, top_k: int | None = None) -> None:
@@ -39,10 +53,13 @@ class CPUServer:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self._model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self._end = self._model.generation_config.eos_token_id
         self._top_k = top_k
         self._global_steps = 0
         self._running = asyncio.Event()
         self._running.set()
+        self._active: list[_Request] = []
+        self._serving: asyncio.Task[None] | None = None
 
     async def load(self, weights: dict[str, Any], global_steps: int | None) -> None:
         self._model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
@@ -52,22 +69,56 @@ class CPUServer:
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
         await self._running.wait()
-        version, left = self._global_steps, sampling_params.get("max_tokens") or LONGEST
-        temperature = sampling_params["temperature"] or 1.0
-        prompt = whole = torch.tensor([list(prompt_ids)])
-        done = False
-        while not done and self._running.is_set():
-            with torch.no_grad():
-                longer = self._model.generate(
-                    input_ids=whole, attention_mask=torch.ones_like(whole), do_sample=True,
-                    top_k=0, top_p=1.0, temperature=temperature, max_new_tokens=min(PART, left),
-                )  # fmt: skip
-            left -= longer.shape[1] - whole.shape[1]
-            done = left <= 0 or longer.shape[1] - whole.shape[1] < PART
-            done = done or int(longer[0, -1]) == self._model.generation_config.eos_token_id
-            whole = longer
-            await asyncio.sleep(0)
-        return self._answer(whole, prompt.shape[1], temperature, version, "completed" if done else "aborted")
+        request = _Request(
+            list(prompt_ids),
+            sampling_params.get("max_tokens") or LONGEST,
+            sampling_params["temperature"] or 1.0,
+            self._global_steps,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._active.append(request)
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await request.answer
+
+    async def _serve(self) -> None:
+        while self._active:
+            await asyncio.sleep(0.01)  # others may ask, or interrupt
+            if self._running.is_set():
+                together = [r for r in self._active if r.temperature == self._active[0].temperature]
+                try:
+                    self._advance(together)
+                except Exception as error:  # noqa: BLE001 (raised where the answers are awaited)
+                    for request in together:
+                        if not request.answer.done():
+                            request.answer.set_exception(error)
+            else:
+                for request in self._active:
+                    self._finish(request, "aborted")
+            self._active = [request for request in self._active if not request.answer.done()]
+
+    def _advance(self, requests: list[_Request]) -> None:
+        sequences = [request.prompt + request.tokens for request in requests]
+        width, step = max(map(len, sequences)), min(PART, *(request.left for request in requests))
+        rows = [[self._end] * (width - len(row)) + row for row in sequences]
+        masks = [[0] * (width - len(row)) + [1] * len(row) for row in sequences]
+        with torch.no_grad():
+            longer = self._model.generate(
+                input_ids=torch.tensor(rows), attention_mask=torch.tensor(masks), do_sample=True, top_k=0,
+                top_p=1.0, temperature=requests[0].temperature, max_new_tokens=step, pad_token_id=self._end,
+            )  # fmt: skip
+        for request, row in zip(requests, longer[:, width:].tolist(), strict=True):
+            new = row[: row.index(self._end) + 1] if self._end in row else row
+            request.tokens += new
+            request.left -= len(new)
+            if request.left <= 0 or new[-1] == self._end:
+                self._finish(request, "completed")
+
+    def _finish(self, request: _Request, reason: str) -> None:
+        whole = torch.tensor([request.prompt + request.tokens])
+        request.answer.set_result(
+            self._answer(whole, len(request.prompt), request.temperature, request.version, reason)
+        )
 
     def _answer(
         self, whole: torch.Tensor, start: int, temperature: float, version: int, reason: str

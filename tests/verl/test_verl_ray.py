@@ -63,7 +63,7 @@ def _config(model: Path, store: str) -> Any:
     return config
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # one for each test: verl seeds the names of its workers, so that two groups share them
 def cluster() -> Iterator[None]:
     variables = {
         **{name: os.environ[name] for name in os.environ if name.startswith("VERL_")},

@@ -17,7 +17,7 @@ import pytest
 from tether.llm.models import embedded_model_path
 from tether.llm.tasks.chained import ChainedTask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # half a minute a step where two cores are shared
 
 ray = pytest.importorskip("ray")
 
@@ -126,8 +126,7 @@ def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
     """verl's `fit`, as its `main_ppo` calls it; returns what each step logged."""
     import transfer_queue as queue
     from cpu_worker import CPUActorWorker
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
-    from verl.utils.import_utils import load_class_from_fqn
+    from verl.trainer.ppo.v1 import get_trainer_cls
 
     class CPUTrainer(get_trainer_cls(config.trainer.v1.trainer_mode)):  # type: ignore[misc]
         def _init_resource_pool_mgr(self) -> None:
@@ -135,7 +134,19 @@ def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
             self.role_worker_mapping = dict.fromkeys(self.role_worker_mapping, ray.remote(CPUActorWorker))
 
     queue.init(config.transfer_queue)
-    trainer = CPUTrainer(config=config)
+    try:
+        _fit(CPUTrainer(config=config), config)
+    finally:
+        queue.close()  # or the next test would ask the actors of this one
+    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == STEPS
+    return steps
+
+
+def _fit(trainer: Any, config: Any) -> None:
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.utils.import_utils import load_class_from_fqn
+
     trainer.init()
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     manager = load_class_from_fqn(named, "AgentLoopManager") if named else AgentLoopManagerTQ
@@ -147,10 +158,6 @@ def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
             reward_loop_worker_handles=trainer.get_reward_handles(),
         )
     )
-    queue.close()
-    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == STEPS
-    return steps
 
 
 def _assert_learnt(steps: list[dict[str, Any]]) -> None:
