@@ -37,10 +37,12 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "episodic": {
         "an algorithm: learner, algorithms, presets, tce, bbrl": (
             *("episodic.learner", "episodic.algorithms", "episodic.presets", "episodic.on_policy"),
+            *("episodic.off_policy", "episodic.motion_policy"),
             *("episodic.tce", "episodic.bbrl", "episodic.config"),
         ),
         "motion and networks: prodmp, policy, critic": (
             *("episodic.prodmp", "episodic.policy", "episodic.critic", "episodic.networks"),
+            *("episodic.segment_critic", "episodic.replay"),
             *("episodic.statistics", "episodic.segments", "episodic.plans", "episodic.via_points"),
         ),
         "an environment: envs, adapters, sampler": (

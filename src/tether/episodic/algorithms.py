@@ -13,7 +13,11 @@ from tether.episodic.learner import Learner
 from tether.errors import ConfigError, did_you_mean
 from tether.names import look_up
 
-ALGORITHMS = {"tce": "tether.episodic.tce:TCE", "bbrl": "tether.episodic.bbrl:BBRL"}
+ALGORITHMS = {
+    "tce": "tether.episodic.tce:TCE",
+    "bbrl": "tether.episodic.bbrl:BBRL",
+    "toperl": "tether.episodic.off_policy:TOPERL",
+}
 """Name -> where its `Learner` is; one of your own goes by "package.module:Class" wherever a name does."""
 
 

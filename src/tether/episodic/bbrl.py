@@ -7,7 +7,8 @@ import time
 import torch
 
 from tether.episodic.episodes import Episodes
-from tether.episodic.on_policy import OnPolicyLearner, SampledMotions
+from tether.episodic.motion_policy import SampledMotions
+from tether.episodic.on_policy import OnPolicyLearner
 from tether.episodic.policy import WeightDistribution
 from tether.episodic.segments import normalised
 
@@ -41,6 +42,6 @@ class BBRL(OnPolicyLearner):
         metrics = self._improve_policy(motions, progress, objective)
         if not self.config.policy.contextual_covariance:
             with torch.no_grad():
-                _, projected, _ = self._project(motions, progress)
+                _, projected, _ = self._project(motions.inputs, motions.distribution, progress)
             self.policy.set_scale(projected.scale)
         return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}

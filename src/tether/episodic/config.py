@@ -18,6 +18,7 @@ import tyro
 from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.segment_critic import SegmentCriticConfig
 from tether.errors import ConfigError
 from tether.projection.gaussian import GaussianMethod
 
@@ -58,7 +59,8 @@ class EpisodicConfig:
     """Keywords of the environment."""
 
     algo: str = "tce"
-    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), or "package.module:Class"."""
+    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), "toperl" (off-policy, experimental),
+    or "package.module:Class"."""
 
     seed: int = 0
     """Seed of networks, exploration and the stream of episodes."""
@@ -203,8 +205,8 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True)
-class OnPolicyConfig(EpisodicConfig):
-    """What TCE and BBRL need besides: a policy, a critic, and how the one is improved by the other."""
+class GaussianConfig(EpisodicConfig):
+    """What a Gaussian policy over motions needs besides, however it learns."""
 
     policy_input: PolicyInput = "observation"
     """What the policy sees before the motion: the whole first observation, or its task context alone."""
@@ -215,17 +217,86 @@ class OnPolicyConfig(EpisodicConfig):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Network and exploration."""
 
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic: of states for TCE, of contexts for BBRL."""
-
     trust_region: TrustRegionConfig = field(default_factory=TrustRegionConfig)
     """How far an iteration may move the policy."""
-
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    """How an iteration improves the policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, allowed in (("policy_input", PolicyInput), ("precision", Precision)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is one of {get_args(allowed)}; got {getattr(self, name)!r}.")
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig(GaussianConfig):
+    """What TCE and BBRL need: a critic, and how the policy is improved by it."""
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic: of states for TCE, of contexts for BBRL."""
+
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    """How an iteration improves the policy."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Which past episodes are learned from, how often, and how they are cut."""
+
+    capacity: int = 1000
+    """Episodes that are kept; the oldest are forgotten."""
+
+    batch: int = 32
+    """Episodes drawn for each gradient step."""
+
+    stride: int = 5
+    """Environment steps that the critic reads as one."""
+
+    segments: int = 25
+    """A gradient step cuts its episodes into 1 to so many segments."""
+
+    gamma: float = 1.0
+    """Discount per environment step."""
+
+    shift_rewards: bool = True
+    """Count what is earned from the task's event on at the event's step, as TCE does."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "batch", "stride", "segments"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 < self.gamma <= 1:
+            raise ConfigError(f"gamma must lie in (0, 1], got {self.gamma}.")
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig(GaussianConfig):
+    """What TOPERL needs: a critic of segments, a replay, and how fast the policy follows the critic."""
+
+    critic: SegmentCriticConfig = field(default_factory=SegmentCriticConfig)
+    """The critic of states and of motions from them."""
+
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """What is learned from."""
+
+    learning_rate: float = 1e-4
+    """Adam's learning rate for the policy."""
+
+    epochs: int = 10
+    """Gradient steps of the policy in an iteration, each on its own batch."""
+
+    polyak: float = 0.005
+    """Share by which critic and policy are followed, a gradient step, by the slow copies that targets and
+    the trust region are made of."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.learning_rate > 0 and self.epochs >= 1 and 0 < self.polyak <= 1):
+            raise ConfigError(
+                "Needed: learning_rate > 0, epochs >= 1 and polyak in (0, 1]; got "
+                f"{self.learning_rate}, {self.epochs}, {self.polyak}."
+            )
+        if self.replay.capacity < self.episodes:
+            raise ConfigError(
+                f"The replay keeps {self.replay.capacity} episodes, fewer than the {self.episodes} of one "
+                "iteration. Raise replay.capacity or lower episodes."
+            )

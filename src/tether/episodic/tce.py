@@ -8,7 +8,8 @@ import torch
 
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.episodes import EnvSpec, Episodes
-from tether.episodic.on_policy import OnPolicyLearner, SampledMotions
+from tether.episodic.motion_policy import SampledMotions
+from tether.episodic.on_policy import OnPolicyLearner
 from tether.episodic.policy import WeightDistribution
 from tether.episodic.segments import (
     gae_returns,
