@@ -98,7 +98,7 @@ test-main: lint  ## everything but verl, which needs an environment of its own
 test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
 	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
 
-test-verl-ray: $(VERL_VENV)/.test  ## verl's trainer on Ray and TransferQueue, on CPU (minutes)
+test-verl-ray: $(VERL_VENV)/.test  ## verl's trainers on Ray and TransferQueue, on CPU (half an hour)
 	$(VERL_PYTEST) -m slow tests/verl
 
 # Each environment is of its own; names after ENVIRONMENTS= choose some of tests/matrix.py.

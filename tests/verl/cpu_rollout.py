@@ -14,6 +14,7 @@ import ray
 import torch
 from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from tether.integrations.verl.rollouts import reported_ids
 from tether.integrations.verl.vllm_reports import report
@@ -169,7 +170,11 @@ class CPUReplica(RolloutReplica):
 
 
 class CPURollout(base.BaseRollout):
-    """In the training worker: hands the weights over."""
+    """In the training worker, or in one of its own beside the server: hands the weights over."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = replica_rank
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -178,8 +183,12 @@ class CPURollout(base.BaseRollout):
         pass
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
-        state = {name: value.detach().float().cpu().numpy().copy() for name, value in weights}
-        server = ray.get_actor(_actor_name(torch.distributed.get_rank()))
+        state = {
+            name: value.detach().float().cpu().numpy().copy()
+            async for name, value in ensure_async_iterator(weights)
+        }
+        rank = self.replica_rank if self.replica_rank >= 0 else torch.distributed.get_rank()
+        server = ray.get_actor(_actor_name(rank))
         await server.load.remote(state, global_steps)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import cpu_rollout  # noqa: F401  (registers the rollout by its name)
+import cpu_checkpoints  # noqa: F401  (registers rollout and transfer by their names)
 import torch
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.experimental.separation.engine_workers import DetachActorWorker
 
 
-class CPUActorWorker(ActorRolloutRefWorker):
-    """Meets its peers over gloo first: verl would ask for "cpu:gloo,cpu:gloo", which torch refuses."""
+class CPUActorWorker(DetachActorWorker):
+    """The worker of all trainers, with what `separate_async` adds.
+
+    Meets its peers over gloo first: verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
