@@ -73,7 +73,7 @@ $(VLLM_VENV)/.test: pyproject.toml
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_VENV)/.test  ## training with a real vLLM on the CPU, colocated and as a server (nightly; tens of minutes)
+test-vllm: $(VLLM_VENV)/.test models/smollm2-135m-instruct  ## training with a real vLLM on the CPU, colocated and as a server (nightly; tens of minutes)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o addopts="--strict-markers --timeout=600" tests/vllm_engine
 
 # Both evaluations in one environment, so that neither has another torch or transformers.

@@ -22,6 +22,9 @@ from tether.llm.grid import Cell, cells, parse_method
 
 STUDY = Path(__file__).parent / "studies" / "search.yaml"
 
+#: Settings that make another form of a method, searched as a method of its own.
+FORMS = {"lag_growth": "growing with the lag", "sampler_weight": "decoupled"}
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -50,8 +53,7 @@ def choose(config: CompareConfig, learning_rate: float | None = None) -> dict[st
         if cell.name in finished:
             curve = finished[cell.name].eval_curve("success")
             assert curve is not None  # every run of the search is evaluated
-            method = parse_method(cell.method)[0]
-            scores.setdefault(method, {}).setdefault(_spec(cell), []).append(float(curve.y[-1]))
+            scores.setdefault(_form(cell), {}).setdefault(_spec(cell), []).append(float(curve.y[-1]))
     missing = [cell.name for cell in searched if cell.name not in finished]
     if missing:
         raise ConfigError(
@@ -70,6 +72,11 @@ def _best(settings: dict[str, list[float]]) -> Choice:
     means = {spec: sum(values) / len(values) for spec, values in settings.items()}
     spec = max(means, key=lambda name: means[name])
     return Choice(spec, means[spec], len(settings))
+
+
+def _form(cell: Cell) -> str:
+    method, settings = parse_method(cell.method)
+    return ", ".join((method, *(form for setting, form in FORMS.items() if setting in settings)))
 
 
 def _spec(cell: Cell) -> str:

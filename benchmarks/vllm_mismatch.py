@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from tether.integrations.sampler_reports import collect, report_sequence
+from tether.llm.generate import encode_prompt
 from tether.llm.models import load_model_and_tokenizer
 from tether.llm.tasks import make_task
 from tether.losses import project_tokens
@@ -63,12 +64,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """One engine against Transformers in float32."""
     model, tokenizer = load_model_and_tokenizer(arguments.model, dtype="float32", device=torch.device("cpu"))
     task = make_task(arguments.task)
-    texts = [problem.prompt for problem in task.problems("train", limit=arguments.prompts)]
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                      return_dict=False) if tokenizer.chat_template else
-        tokenizer(text)["input_ids"] for text in texts
-    ]  # fmt: skip
+    problems = task.problems("train", limit=arguments.prompts)
+    prompts = [encode_prompt(tokenizer, problem.prompt) for problem in problems]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -78,6 +78,26 @@ def test_unequal_numbers_of_settings_are_refused(config: CompareConfig) -> None:
         study_search.choose(uneven)
 
 
+def test_forms_of_a_method_are_searched_as_methods_of_their_own(config: CompareConfig) -> None:
+    forms = ("troll", "troll:lag_growth=linear", "troll:anchor=trainer,sampler_weight=2")
+    several = replace(config, methods=forms, learning_rates=(1e-4,))
+    write_runs(several, {cell.name.rsplit("-", 1)[0]: 0.5 for cell in cells(several)})
+    chosen = study_search.choose(several)
+    assert list(chosen) == ["troll", "troll, growing with the lag", "troll, decoupled"]
+    assert {choice.tried for choice in chosen.values()} == {1}
+
+
+def test_every_method_of_the_searches_on_stale_data_has_three_settings_at_two_rates() -> None:
+    from tether.cli import read_grid
+
+    for name in ("j-3-search", "j-4-search-others"):
+        grid = read_grid(study_search.STUDY.with_name(f"{name}.yaml"))
+        tried: dict[str, set[str]] = {}
+        for cell in cells(grid):
+            tried.setdefault(study_search._form(cell), set()).add(cell.name.rsplit("-", 1)[0])
+        assert {len(settings) for settings in tried.values()} == {6}, name
+
+
 def test_a_search_that_is_not_finished_is_no_choice(config: CompareConfig) -> None:
     with pytest.raises(ConfigError, match="16 runs of the search are not finished"):
         study_search.choose(config)
