@@ -14,6 +14,7 @@ from tether.episodic.algorithms import ALGORITHMS, build_learner, find_algorithm
 from tether.episodic.bbrl import BBRL
 from tether.episodic.config import EpisodicConfig, OnPolicyConfig
 from tether.episodic.environments import make_position_controlled
+from tether.episodic.off_policy import TOPERL
 from tether.episodic.presets import PRESETS, choose, preset
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.tce import TCE
@@ -68,7 +69,7 @@ def sampler() -> Iterator[EpisodeSampler]:
 
 
 def test_every_built_in_algorithm_is_found_and_other_names_are_imported() -> None:
-    assert [find_algorithm(name) for name in ALGORITHMS] == [TCE, BBRL]
+    assert [find_algorithm(name) for name in ALGORITHMS] == [TCE, BBRL, TOPERL]
     assert find_algorithm("test_names:Eager") is Eager
     assert preset("test_names:small_hopper") == small_hopper()
 
