@@ -41,7 +41,7 @@ def test_colocated_by_one_command(tmp_path: Path, model: str) -> None:
     assert len(found) == 2  # after each transfer
     assert max(found) < 1e-4  # float32 in both
     assert max(row["kl_mean"] for row in rows[::2]) < 1e-6
-    if any(row["reward_std"] for row in rows):  # of eight answers of SmolLM2 all may be wrong
+    if any(row.get("reward_std") for row in rows):  # of eight answers of SmolLM2 all may be wrong
         assert max(row["kl_mean"] for row in rows[1::2]) > 1e-6
 
 
