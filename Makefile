@@ -99,7 +99,7 @@ test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environme
 	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
 
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainers on Ray and TransferQueue, on CPU (half an hour)
-	RAY_worker_niceness=0 $(VERL_PYTEST) -m slow tests/verl  # Ray's workers give way to everything else
+	RAY_worker_niceness=0 $(VERL_PYTEST) -m slow tests/verl  # by default Ray's workers give way to all else
 
 # Each environment is of its own; names after ENVIRONMENTS= choose some of tests/matrix.py.
 .PHONY: test-matrix

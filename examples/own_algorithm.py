@@ -12,7 +12,6 @@ evaluation, comparison and reports come with it.
 import copy
 import tempfile
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ from torch import Tensor
 from tether.episodic.config import EpisodicConfig, TrustRegionConfig
 from tether.episodic.episodes import EnvSpec, Episodes, Starts
 from tether.episodic.learner import Learner, Motions, Stateful
-from tether.episodic.networks import build_mlp
+from tether.episodic.networks import build_mlp, follow
 from tether.episodic.policy import GaussianPolicy, PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.replay import Replay
 from tether.episodic.train import train
 
 
@@ -66,22 +66,6 @@ class TriedMotions(Motions):
     weights: Tensor
 
 
-class Replay:
-    """The last `capacity` rows of context, weights and return."""
-
-    def __init__(self, capacity: int, width: int) -> None:
-        self.capacity, self.rows = capacity, torch.empty(0, width)
-
-    def add(self, rows: Tensor) -> None:
-        self.rows = torch.cat((self.rows, rows))[-self.capacity :]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rows = state_dict["rows"]
-
-
 class OffPolicy(Learner[OffPolicyConfig, TriedMotions]):
     config_type = OffPolicyConfig
 
@@ -98,7 +82,7 @@ class OffPolicy(Learner[OffPolicyConfig, TriedMotions]):
         self.policy_target, self.critic_targets = copy.deepcopy((self.policy, self.critics))
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), config.learning_rate)
-        self.replay = Replay(config.capacity, contexts + weights + 1)
+        self.replay = Replay(config.capacity)
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint has to hold."""
@@ -116,17 +100,16 @@ class OffPolicy(Learner[OffPolicyConfig, TriedMotions]):
 
     def observe(self, motions: TriedMotions, episodes: Episodes) -> None:
         returns = torch.as_tensor(episodes.returns).float()[:, None]
-        self.replay.add(torch.cat((motions.contexts, motions.weights, returns), -1))
+        self.replay.add({"tried": torch.cat((motions.contexts, motions.weights, returns), -1)})
 
     def update(self, progress: float) -> dict[str, float]:
         for _ in range(self.config.steps):
-            drawn = torch.randint(len(self.replay.rows), (self.config.batch,), generator=self.generator)
-            rows = self.replay.rows[drawn]
+            rows = self.replay.draw(self.config.batch, self.generator)["tried"]
             critic_loss = self.fit_critics(rows[:, :-1], rows[:, -1:])
             policy_loss = self.improve_policy(rows[:, : self.spec.context_size])
             follow(self.critic_targets, self.critics, self.config.polyak)
             follow(self.policy_target, self.policy, self.config.polyak)
-        return {"critic_loss": critic_loss, "policy_loss": policy_loss, "replay": len(self.replay.rows)}
+        return {"critic_loss": critic_loss, "policy_loss": policy_loss, "replay": len(self.replay)}
 
     def fit_critics(self, inputs: Tensor, returns: Tensor) -> float:
         loss = torch.stack([(critic(inputs) - returns).square().mean() for critic in self.critics]).sum()
@@ -148,12 +131,6 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-@torch.no_grad()
-def follow(target: torch.nn.Module, network: torch.nn.Module, share: float) -> None:
-    for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
-        slow.lerp_(fast, share)
 
 
 def via_point() -> OffPolicyConfig:

@@ -76,6 +76,18 @@ class TetherWarning(UserWarning):
     """Something is allowed but very likely not what the user meant."""
 
 
+def check_at_least_one(name: str, value: int | None) -> None:
+    """Refuse a count below 1; None is one that was left out.
+
+    Raises:
+        ConfigError: naming it and the value.
+
+    >>> check_at_least_one("batch", 1)
+    """
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The end of a message on an unknown name: the known one nearest to it, if one is near.
 

@@ -19,7 +19,7 @@ from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.segment_critic import SegmentCriticConfig
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_at_least_one
 from tether.projection.gaussian import GaussianMethod
 
 PolicyInput = Literal["observation", "context"]
@@ -96,8 +96,7 @@ class EpisodicConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "episodes", "evaluate_every", "evaluation_episodes", "checkpoint_every",
                      "keep_checkpoints", "learner_threads"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_at_least_one(name, getattr(self, name))
         if self.num_workers < 0:
             raise ConfigError(f"num_workers is 0 (this process) or more, got {self.num_workers}.")
         if not 0 <= self.seed < 2**32:
@@ -262,8 +261,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         for name in ("capacity", "batch", "stride", "segments"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_at_least_one(name, getattr(self, name))
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must lie in (0, 1], got {self.gamma}.")
 

@@ -49,3 +49,10 @@ def build_mlp(
         nn.init.zeros_(linear.bias)
         layers += [linear] if last else [linear, _ACTIVATIONS[activation]()]
     return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def follow(slow: nn.Module, fast: nn.Module, share: float) -> None:
+    """Move a network's parameters by a share of the way to another's."""
+    for behind, ahead in zip(slow.parameters(), fast.parameters(), strict=True):
+        behind.lerp_(ahead, share)

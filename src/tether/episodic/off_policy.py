@@ -15,6 +15,7 @@ from tether.episodic.config import OffPolicyConfig
 from tether.episodic.episodes import EnvSpec, Episodes, FloatArray
 from tether.episodic.learner import Stateful
 from tether.episodic.motion_policy import MotionPolicyLearner, SampledMotions, region_metrics
+from tether.episodic.networks import follow
 from tether.episodic.policy import WeightDistribution
 from tether.episodic.prodmp import ProDMP
 from tether.episodic.replay import Replay
@@ -64,6 +65,8 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic.learning_rate)
         self.replay = Replay(of.capacity)
+        #: Discount of each of `steps`, from the start of the episode, [P + 1].
+        self._discounts = of.gamma ** self.steps.to(self.dtype)
 
     def parts(self) -> Mapping[str, Stateful]:
         names = ("policy", "slow_policy", "critic", "slow_critic", "state_statistics", "action_statistics",
@@ -189,11 +192,6 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         discounted = rewards * self.config.replay.gamma ** (step - self.steps[piece]).to(self.dtype)
         return rewards.new_zeros(len(rewards), self.pieces).index_add(1, piece, discounted)
 
-    @property
-    def _discounts(self) -> Tensor:
-        """Of each of `steps`, from the start of the episode, [P + 1]."""
-        return self.config.replay.gamma ** self.steps.to(self.dtype)
-
     def _scaled(self, rewards: Tensor) -> Tensor:
         """Rewards of which whole episodes of the replay sum to 0 in the mean, with a deviation of 1."""
         returns = self.replay["rewards"].sum(-1)
@@ -285,10 +283,3 @@ class Restarts:
             + self._velocity[at][..., None] * velocities[:, cut.starts, None]
             + self._goal[at][..., None] * asked[:, :1, None]
         )
-
-
-@torch.no_grad()
-def follow(slow: nn.Module, fast: nn.Module, share: float) -> None:
-    """Move a network's parameters by a share of the way to another's."""
-    for behind, ahead in zip(slow.parameters(), fast.parameters(), strict=True):
-        behind.lerp_(ahead, share)

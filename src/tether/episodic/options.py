@@ -13,7 +13,7 @@ from tether.episodic.config import EpisodicConfig
 from tether.episodic.plans import MotionLimits, OnViolation
 from tether.episodic.presets import choose
 from tether.episodic.render import Film
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_at_least_one
 from tether.experiments.study_table import check_table_path
 from tether.experiments.trackers import TrackerName
 
@@ -80,7 +80,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         """Refuse an evaluation of nothing."""
-        _at_least_one("episodes", self.episodes)
+        check_at_least_one("episodes", self.episodes)
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,7 @@ class CompareConfig:
             raise ConfigError("A comparison needs at least one algorithm and one seed.")
         if len(set(self.algos)) != len(self.algos) or len(set(self.seeds)) != len(self.seeds):
             raise ConfigError(f"algos={self.algos} and seeds={self.seeds} must not repeat themselves.")
-        if self.jobs is not None:
-            _at_least_one("jobs", self.jobs)
+        check_at_least_one("jobs", self.jobs)
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes must be positive, got {self.minutes}.")
         if self.results is not None:
@@ -246,8 +245,3 @@ def comparison_runs(config: CompareConfig) -> list[TrainConfig]:
 
 def _file_name(name: str) -> str:
     return name.replace(":", "-").replace("/", "-")
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_at_least_one
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class SegmentCriticConfig:
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "ensemble", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_at_least_one(name, getattr(self, name))
         if self.width % self.heads:
             raise ConfigError(f"width={self.width} must be a multiple of heads={self.heads}.")
         if not self.learning_rate > 0:

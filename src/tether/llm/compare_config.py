@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_at_least_one
 from tether.experiments.study_table import check_table_path
 from tether.llm.choices import refuse_former
 from tether.llm.config import TrainConfig
@@ -73,9 +73,7 @@ class CompareConfig:
         if self.results is not None:
             check_table_path(self.results, "results")
         for name in ("jobs", "batches", "evaluations"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
+            check_at_least_one(name, getattr(self, name))
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes must be positive, got {self.minutes}.")
         if self.updates_per_rollout and self.batches is None:

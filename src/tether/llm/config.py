@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tether.errors import ConfigError, InvalidInputError
+from tether.errors import ConfigError, InvalidInputError, check_at_least_one
 from tether.experiments.trackers import TrackerName
 from tether.llm.async_settings import check_async
 from tether.llm.choices import chosen, refuse_former, split_choices
@@ -176,11 +176,9 @@ class TrainConfig:
         for name, find in CHOICES.items():
             object.__setattr__(self, name, chosen(getattr(self, name), find))
         for name in ("steps", "updates_per_rollout", "prompts_per_rollout", "eval_problems", "eval_samples",
-                     "keep_checkpoints"):  # fmt: skip
-            _at_least_one(name, getattr(self, name))
-        for name in ("micro_batch_size", "max_response_tokens", "lora_rank", "threads"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
+                     "keep_checkpoints", "micro_batch_size", "max_response_tokens", "lora_rank",
+                     "threads"):  # fmt: skip
+            check_at_least_one(name, getattr(self, name))
         if self.responses_per_prompt < 2:
             raise ConfigError(
                 f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}: "
@@ -282,11 +280,6 @@ class TrainConfig:
         for name in _NOT_OF_THE_RUN:
             settings.pop(name)
         return settings
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
 def _check_step_back(config: TrainConfig) -> None:

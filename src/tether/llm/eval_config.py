@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_at_least_one
 
 PAGE_FILE = "report.html"
 """The page in an evaluation's output folder."""
@@ -66,8 +66,7 @@ class EvalConfig:
         if not isinstance(self.task, tuple) or not self.task or len(set(self.task)) < len(self.task):
             raise ConfigError(f"task takes one or several different names, as ('gsm8k',); got {self.task!r}.")
         for name in ("problems", "batch_size", "page_problems"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_at_least_one(name, getattr(self, name))
         if self.samples < 0 or not (self.samples or self.greedy):
             raise ConfigError(
                 f"samples={self.samples} with greedy={self.greedy} measures nothing: give at least 1 sample."
