@@ -80,6 +80,10 @@ class Workspace:
         weakref.finalize(taken, self._idle.append, storage).atexit = False
         return taken
 
+    def release(self) -> None:
+        """Give back what is waiting: to measure, or before work that needs the memory."""
+        self._idle.clear()
+
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
