@@ -177,8 +177,8 @@ study-j: $(VENV)/.train
 		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
 	done
 	table=benchmarks/results/studies/j.csv; \
-	parts=$$(grep -oE ',j-(1-first-family|[0-9]-lag-[0-9]+),' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
-	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --output docs/images
+	parts=$$(grep -oE ',j-7-lag-[0-9]+,' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --learning-rates 1e-4 3e-5 --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config
 

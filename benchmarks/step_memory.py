@@ -9,9 +9,9 @@ whatever a method keeps of the old policy. Responses are drawn instead of genera
 every contestant has the same number of tokens and generation is no part of it. Weights are float32; plain SGD
 has no moments: AdamW's would add the same 8 bytes a weight to every line.
 
-The contestants: TRL's GRPOTrainer, whose LM head works in tiles (since 1.15); the same with Liger's fused loss, which
-holds the logits of one sequence at a time; the clip in Tether's trainer, whose LM head builds no logits either; and TROLL
-with exact support in the same, which keeps a copy of the old head.
+The contestants: TRL's GRPOTrainer, whose LM head works in tiles (since 1.15); the same with Liger's loss,
+which holds the logits of one sequence at a time; the clip in Tether's trainer, whose LM head builds no logits
+either; and TROLL with exact support in the same, which keeps a copy of the old head.
 
 `--limit` is in GB: a process whose resident set grows beyond it is stopped and listed as such. Sizes measured
 before are kept: the command goes on after a kill. Writes benchmarks/results/step_memory/MODEL.json.

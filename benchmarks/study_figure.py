@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b.csv/{b,b-curve,b-tuned} \\
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
-    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/j.csv --by-lag
+    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/j.csv/j-7-lag-{64,16,04} \\
+        --by-lag --learning-rates 1e-4 3e-5
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f.csv --over-training
 
-The first writes success-by-updates.png, a panel for each learning rate and task; the second
+The first writes success-by-updates.png, a panel for each learning rate, task and model family; the second
 success-by-lag.png; the third over-training.png, with success, entropy and KL of each. All with a dark
 sibling, beside the runs or where --output says.
 """
@@ -29,11 +30,12 @@ from tether.llm.config import TrainConfig
 from tether.llm.methods import find_method
 
 _LABELS = {"troll": "TROLL", "none": "no trust region"}
+_FAMILIES = {"embedded": "first family", "embedded-llama": "second family"}
 _BESIDE_THE_METHOD = ("kl_stop", "step_back", "max_grad_norm", "sampler_weight")
 
 
 def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> dict[str, list[RunData]]:
-    """What is drawn apart: title -> the runs of a learning rate, if any are named, and of a task.
+    """What is drawn apart: title -> runs of a learning rate, if any are named, a task and a model family.
 
     Raises:
         ConfigError: a learning rate that no run has.
@@ -43,18 +45,22 @@ def parts(runs: Sequence[RunData], learning_rates: Sequence[float] | None) -> di
     if missing:
         raise ConfigError(f"No run has the learning rate {missing[0]:g}; there are {known}.")
     found: dict[str, list[RunData]] = {}
-    several = len({_task(run) for run in runs}) > 1
+    differing = [of for of in (_task, _family) if len({of(run) for run in runs}) > 1]
     for rate in learning_rates or [None]:
         for run in runs:
             if rate in (None, run.config.settings["learning_rate"]):
-                words = [_task(run)] if several else []
-                words += [] if rate is None else [f"learning rate {rate:g}"]
+                words = [of(run) for of in differing] + ([] if rate is None else [f"learning rate {rate:g}"])
                 found.setdefault(", ".join(words), []).append(run)
     return found
 
 
 def _task(run: RunData) -> str:
     return str(run.config.settings.get("task", "?"))
+
+
+def _family(run: RunData) -> str:
+    model = str(run.config.settings.get("model", "?"))
+    return _FAMILIES.get(model, model)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     python -m benchmarks.bench.memory CONTESTANT SHAPE
 
 Prints the growth of the peak over what the inputs take, in bytes. On a CPU that is the resident set (Linux),
-on an accelerator what its allocator handed out. It is the second step's: what libraries set aside at the first, for
-products of these sizes, stays and is not the loss's. Tether's own workspace stays too, but counts: it is given back in
-between.
+on an accelerator what its allocator handed out. It is the second step's: what libraries set aside at the
+first, for products of these sizes, stays and is not the loss's. Tether's own workspace stays too, but counts:
+it is given back in between.
 """
 
 from __future__ import annotations

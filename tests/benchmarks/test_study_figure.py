@@ -101,6 +101,18 @@ def test_the_age_of_data_is_its_lag_and_without_one_the_updates_before_the_last(
     assert (tmp_path / "success-by-lag-dark.png").is_file()
 
 
+def test_model_families_are_drawn_apart(tmp_path: Path) -> None:
+    for model in ("embedded", "embedded-llama"):
+        settings = {"trust_region": "clip", "updates_per_rollout": 8, "learning_rate": 1e-4, "model": model}
+        with RunFolder.create(tmp_path / model, kind="llm", label="x", seed=0, settings=settings) as run:
+            run.log_eval(1, success=0.5)
+    runs = load_runs([tmp_path], KINDS)
+    assert sorted(study_figure.parts(runs, [1e-4])) == [
+        "first family, learning rate 0.0001", "second family, learning rate 0.0001"
+    ]  # fmt: skip
+    assert list(study_figure.parts(runs[:1], [1e-4])) == ["learning rate 0.0001"]
+
+
 def test_pictures_are_written_for_light_and_dark(study: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     study_figure.main([str(study), "--learning-rates", "0.0001", "0.0003", "--output", str(tmp_path / "out")])
