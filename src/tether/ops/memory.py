@@ -19,14 +19,14 @@ WORKSPACE_ELEMENTS = 1 << 24
 ACCELERATOR_ROWS = 1 << 10
 
 
-def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int, *, share: int = 1) -> int:
+def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int, *, part: float = 1.0) -> int:
     """As few blocks as the workspace allows, all of about one size: a last block of one row costs a pass over
     the whole head.
 
     Args:
-        share: take one so manieth part of the workspace.
+        part: of the workspace, that is taken.
     """
-    most = max(1, WORKSPACE_ELEMENTS // (share * vocabulary))
+    most = max(1, int(part * WORKSPACE_ELEMENTS) // vocabulary)
     most = most if may_ask(hidden) else max(most, ACCELERATOR_ROWS)
     blocks = max(1, -(-tokens // most))
     return -(-tokens // blocks)

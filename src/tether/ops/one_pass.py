@@ -25,8 +25,9 @@ from tether.ops.trust_region import Arrived, evaluate_block, gradient_of_block
 from tether.projection.backend import Backend, use_triton
 from tether.projection.solve import may_ask
 
-# Part of the workspace that is used: nothing is gained by more rows at a time, for none is formed again.
-_SHARE = 2
+# Of the workspace: more rows at a time gain little, for none is formed again; with fewer, the head's gradient
+# is added to more often.
+_PART = 3 / 8
 
 #: Given rows and their values, the gradient of the loss with respect to those, None where there is none.
 Slopes = Callable[[slice, tuple[Tensor, ...]], Sequence[Tensor | None]]
@@ -42,7 +43,7 @@ def keeps_all(hidden: Tensor, vocabulary: int) -> bool:
 def blocks_of(sizes: Sequence[int], hidden: Tensor, vocabulary: int) -> list[slice] | None:
     """Rows whose logits are held at a time, groups of these sizes kept together; None if one does not fit."""
     if all(size == 1 for size in sizes):
-        rows = tokens_at_a_time(hidden, vocabulary, len(sizes), share=_SHARE)
+        rows = tokens_at_a_time(hidden, vocabulary, len(sizes), part=_PART)
         return [slice(start, min(start + rows, len(sizes))) for start in range(0, len(sizes), max(1, rows))]
     most = tokens_at_a_time(hidden, vocabulary, 1 << 30)
     if max(sizes) > most:
