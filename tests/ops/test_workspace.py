@@ -30,6 +30,13 @@ def test_what_comes_back_is_used_again_in_any_shape_that_fits() -> None:
     assert larger.untyped_storage().nbytes() == 5 * 6 * 4
 
 
+def test_what_waits_can_be_given_back() -> None:
+    space = Workspace()
+    _taken(space, 50, 6)
+    space.release()
+    assert _taken(space, 4, 6).untyped_storage().nbytes() == 4 * 6 * 4
+
+
 def test_two_at_a_time_share_nothing() -> None:
     space = Workspace()
     first, second = _taken(space, 4, 6), _taken(space, 4, 6)
