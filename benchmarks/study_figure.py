@@ -194,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for theme, suffix in (("light", ""), ("dark", "-dark")):
         figure = small_multiples(panels, theme, width=5.2 if len(panels) < 3 else 4.2, height=3.7)
         if not options.over_training:
+            highest = max(axes.get_ylim()[1] for axes in figure.axes)
             for axes in figure.axes:
+                axes.set_ylim(0, highest)  # panels of one number are compared with each other
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter("{x:g}")
         path = folder / f"{name}{suffix}.png"
