@@ -9,7 +9,7 @@ whatever a method keeps of the old policy. Responses are drawn instead of genera
 every contestant has the same number of tokens and generation is no part of it. Weights are float32; plain SGD
 has no moments: AdamW's would add the same 8 bytes a weight to every line.
 
-The contestants: TRL's GRPOTrainer, whose LM head works in tiles (since 1.15); the same with Liger's loss,
+The contestants: TRL's GRPOTrainer, whose LM head works in tiles; the same with Liger's loss,
 which holds the logits of one sequence at a time; the clip in Tether's trainer, whose LM head builds no logits
 either; and TROLL with exact support in the same, which keeps a copy of the old head.
 

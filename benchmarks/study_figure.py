@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.over_training:
             highest = max(axes.get_ylim()[1] for axes in figure.axes)
             for axes in figure.axes:
-                axes.set_ylim(0, highest)  # panels of one number are compared with each other
+                axes.set_ylim(top=highest)  # panels of one number are compared with each other
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter("{x:g}")
         path = folder / f"{name}{suffix}.png"
@@ -212,6 +212,7 @@ def _staleness_panels(age: Age, title: str, runs: Sequence[RunData]) -> list[Pan
             x_label=age.axis,
             y_label="held-out success after training",
             percent=True,
+            from_zero=True,
             markers=True,
         )
     ]
