@@ -24,6 +24,15 @@ def test_importing_tethers_core_loads_torch_and_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+@pytest.mark.parametrize(
+    "settings", ["tether.llm.config", "tether.llm.compare_config", "tether.llm.eval_config"]
+)
+def test_options_of_language_models_are_read_without_torch(settings):
+    """So that help and a mistyped option answer at once."""
+    code = f"import sys, {settings}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_every_public_name_exists_and_is_documented():
     for name in tether.__all__:
         assert (getattr(tether, name).__doc__ or "").strip(), name

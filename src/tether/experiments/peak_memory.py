@@ -6,9 +6,10 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MEMORY_METRICS = {
     "device_bytes_max": "tensors on the device",
@@ -54,17 +55,19 @@ class _Allocated(PeakMemory):
     metric = "device_bytes_max"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        from torch import cuda
+
+        self._device, self._cuda = device, cuda
         super().__init__()
 
     def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._cuda.reset_peak_memory_stats(self._device)
 
     def _in_use(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return self._cuda.memory_allocated(self._device)
 
     def _highest(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return self._cuda.max_memory_allocated(self._device)
 
 
 class _Resident(PeakMemory):
@@ -95,6 +98,8 @@ def peak_memory(device: torch.device | str) -> PeakMemory | None:
     >>> peak_memory("mps") is None
     True
     """
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         return _Allocated(device)
@@ -117,6 +122,8 @@ class StepMeter:
     """
 
     def __init__(self, device: torch.device | str) -> None:
+        import torch
+
         self._memory = peak_memory(device)
         self._on_cpu = torch.device(device).type == "cpu"
         self._began = 0.0

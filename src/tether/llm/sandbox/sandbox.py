@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SandboxError
+from tether.experiments.jobs import usable_cores
 from tether.llm.sandbox.backends import (
     BACKENDS,
     DEVICES,
@@ -90,7 +91,7 @@ class Sandbox:
         output_limit: int = 2**20,
         readable: Sequence[str | Path] = (),
     ) -> None:
-        workers = len(os.sched_getaffinity(0)) if workers is None else workers
+        workers = usable_cores() if workers is None else workers
         least = {
             "workers": (workers, 1),
             "processes": (processes, 1),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from tether.errors import InvalidInputError, JudgeFailedError, JudgeTimeoutError, MissingDependencyError
+from tether.experiments.jobs import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,8 @@ class _Server:
     ) -> None:
         """Send the waiting calls and collect outcomes until all are in or the server ends."""
         process = self._running()
-        limits = json.dumps({"seconds": seconds, "memory_limit": memory_limit, "parallel": _parallel()})
+        parallel = min(_PARALLEL, usable_cores())
+        limits = json.dumps({"seconds": seconds, "memory_limit": memory_limit, "parallel": parallel})
         batch = ", ".join(calls[number] for number in waiting)
         request = f'{limits[:-1]}, "calls": [{batch}]}}\n'
         _write(process, request)
@@ -313,11 +315,6 @@ def _launch(errors: IO[bytes]) -> subprocess.Popen[bytes]:
         env={**os.environ, **one_thread},  # a process with threads must not fork
         start_new_session=True,  # Ctrl-C is for this process to handle
     )
-
-
-def _parallel() -> int:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_PARALLEL, available)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
