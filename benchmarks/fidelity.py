@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tether.llm.models import load_model_and_tokenizer
 from tether.losses import ProjectedTokens, project_tokens
-from tether.ops import LinearTrustRegion, linear_log_probs, linear_trust_region
+from tether.ops import linear_log_probs, linear_trust_region
 from tether.projection import (
     CompactLogProbs,
     SparseLogProbs,
@@ -184,7 +184,7 @@ def old_support(rows: Rows, top_k: int) -> tuple[SparseLogProbs, Tensor]:
 Support = tuple[SparseLogProbs, Tensor]
 
 
-def exact_loss(rows: Rows, old: Support) -> LinearTrustRegion:
+def exact_loss(rows: Rows, old: Support) -> ProjectedTokens:
     """Forward and backward over the whole vocabulary."""
     result = linear_trust_region(
         rows.hidden, rows.weight, rows.ids, rows.old_hidden, kl_bound=BOUND, old_weight=rows.old_weight,

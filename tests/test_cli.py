@@ -95,14 +95,33 @@ def test_options_typed_besides_a_file_override_it(tmp_path, capsys):
     assert "/typed" in capsys.readouterr().err
 
 
+def test_a_settings_file_may_be_written_with_an_equals_sign(tmp_path, capsys):
+    settings = tmp_path / "a=b.yaml"
+    settings.write_text(f"model: /from/file\noutput: {tmp_path / 'run'}\n")
+    assert run("llm", "train", f"--config={settings}") == 1
+    assert "/from/file" in capsys.readouterr().err
+    settings.write_text("steps: many\n")
+    assert run("llm", "train", f"--config={settings}") == 2
+    assert f"also read from {settings}" in capsys.readouterr().err
+    for typed in (("--config=",), ("--config",)):
+        assert run("llm", "train", *typed) == 1
+        assert "--config needs a file name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("- a list", "must map option names"), ("a: [", "not valid YAML"), (None, "cannot be read")],
+    [
+        ("- a list", "must map option names"),
+        ("a: [", "not valid YAML"),
+        ("model: Käse", "not valid YAML in UTF-8: 'utf-8' codec can't decode byte 0xe4"),
+        ("name: 2026-02-31", "not valid YAML in UTF-8: day is out of range"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_settings_file_that_cannot_be_used_is_named(tmp_path, capsys, content, message):
     path = tmp_path / "settings.yaml"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="latin-1")
     assert run("llm", "train", "--config", str(path)) == 1
     shown = capsys.readouterr().err
     assert message in shown
@@ -114,6 +133,7 @@ def test_a_settings_file_that_cannot_be_used_is_named(tmp_path, capsys, content,
     [
         ("train", "stepz: 3", "--stepz", "--steps"),
         ("compare", "train: {kl-stob: 3}", "--train.kl-stob", "--train.kl-stop"),
+        ("train", "1: {steps: 3}", "--1.steps", ""),
     ],
 )
 def test_a_misspelt_key_in_a_file_is_named_with_the_file_and_the_nearest(

@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -128,8 +127,7 @@ def _run(arguments: list[str]) -> int:
 
 def _name_settings_files(arguments: list[str], code: object) -> None:
     """A refused value may come from a file, which the parser does not know of."""
-    files = [file for option, file in pairwise(arguments) if option == "--config"]
-    if code == 2 and files:
+    if code == 2 and (files := _settings_files(arguments)[0]):
         print(f"tether: options were also read from {', '.join(files)}", file=sys.stderr)
 
 
@@ -266,11 +264,14 @@ def _collect(arguments: list[str]) -> None:
     parser.add_argument("--unfinished", action="store_true", help="take runs that were stopped early, too")
     options = parser.parse_args(arguments)
     table = StudyTable(options.output, KINDS)
+    grids: dict[str, list[Path]] = {}
     for folder in options.folders:
-        runs = load_runs([folder], KINDS)
-        grid = folder.resolve().name
+        grids.setdefault(folder.resolve().name, []).append(folder)
+    # Folders of one name at once: those added later would replace runs of the same name.
+    for grid, folders in grids.items():
+        runs = load_runs(folders, KINDS)
         table.add(grid, runs, every_step=options.every_step, unfinished=options.unfinished)
-        print(f"{folder}: {len(runs)} runs are in {options.output}.")
+        print(f"{', '.join(map(str, folders))}: {len(runs)} runs are in {options.output}.")
 
 
 def _verl(arguments: list[str]) -> None:
@@ -306,14 +307,24 @@ def _with_settings_file(arguments: list[str]) -> list[str]:
     """The options of --config files, then those typed."""
     from tether.experiments.settings_file import options_from_file
 
-    from_file: list[str] = []
-    while "--config" in arguments:
-        place = arguments.index("--config")
-        if place + 1 == len(arguments):
+    files, typed = _settings_files(arguments)
+    return [option for file in files for option in options_from_file(file)] + typed
+
+
+def _settings_files(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The files of --config FILE and --config=FILE, and all other arguments."""
+    files: list[str] = []
+    others: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        option, equals, file = argument.partition("=")
+        if option != "--config":
+            others.append(argument)
+            continue
+        files.append(file if equals else next(left, ""))
+        if not files[-1]:
             raise TetherError("--config needs a file name after it.")
-        from_file += options_from_file(arguments[place + 1])
-        arguments = arguments[:place] + arguments[place + 2 :]
-    return from_file + arguments
+    return files, others
 
 
 _COMMANDS: dict[str, Callable[[list[str]], Any]] = {

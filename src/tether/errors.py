@@ -8,12 +8,10 @@ value and the remedy.
 from __future__ import annotations
 
 import difflib
-import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterable
-from typing import NoReturn, ParamSpec, TypeVar
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+from typing import NoReturn
 
 
 class TetherError(Exception):
@@ -76,6 +74,22 @@ class TetherWarning(UserWarning):
     """Something is allowed but very likely not what the user meant."""
 
 
+# What stands between a user's line and ours.
+_IN_BETWEEN = frozenset({"tether", "trl", "transformers", "accelerate", "torch", "contextlib", "importlib"})
+
+
+def warn(message: str) -> None:
+    """Warn of what is very likely not meant (`TetherWarning`), at the user's own line that led to it."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _IN_BETWEEN:
+        frame = frame.f_back
+    shown = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(
+        message, TetherWarning, frame.f_code.co_filename, frame.f_lineno, module, registry=shown
+    )
+
+
 def check_at_least_one(name: str, value: int | None) -> None:
     """Refuse a count below 1; None is one that was left out.
 
@@ -101,31 +115,6 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {found[0]!r}?" if found else ""
-
-
-def renamed(**names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Let a function say what an argument is called now, when it is given by its former name.
-
-    >>> @renamed(tail="support")
-    ... def project(support): ...
-    >>> project(tail="bucket")
-    Traceback (most recent call last):
-    ...
-    tether.errors.InvalidInputError: project's argument 'tail' is called 'support' now.
-    """
-
-    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        @functools.wraps(function)
-        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            for former in names.keys() & kwargs:
-                raise InvalidInputError(
-                    f"{function.__name__}'s argument {former!r} is called {names[former]!r} now."
-                )
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def replaced(module: str, **names: str) -> Callable[[str], NoReturn]:

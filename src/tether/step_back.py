@@ -9,7 +9,6 @@ allows. Only a point that has been measured is ever kept.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tether.errors import InvalidInputError, TetherError, TetherWarning
+from tether.errors import InvalidInputError, TetherError, warn
 from tether.step_back_search import PASSES, LineSearch, Statistic, check_step_back
 
 __all__ = ["Statistic", "StepBack", "StepBackResult"]
@@ -139,11 +138,9 @@ class StepBack:
             raise TetherError("enforce() was called before record(), which notes the weights to go back to.")
         if not self._all_finite():
             self._move(0.0, self._old)
-            warnings.warn(
+            warn(
                 "Some weights were NaN or infinite after these updates, and are the old ones again. The "
-                "optimizer's state is likely to be spoiled too: look at the gradients and the learning rate.",
-                TetherWarning,
-                stacklevel=2,
+                "optimizer's state is likely to be spoiled too: look at the gradients and the learning rate."
             )
             return StepBackResult(0.0, math.nan, 0.0, 0)
         before = self._measured(measure)

@@ -158,6 +158,7 @@ def test_runs_do_not_share_a_default_folder() -> None:
         (("--preset", "hopper-jmp"), "hopper-jump-quick"),
         (("--preset", "hopper-jump-quick", "--env", POINT), "Give only one"),
         (("--algo", "ppo"), "'ppo'"),
+        (("--env", POINT, "--algo", "bbrl", "--episodes", "1"), "Set episodes to 2 or more"),
         (("--env", "tether/Nothing-v0", "--iterations", "1"), "tether/HopperJump-v0"),
         (("--config", "/no/such/file.yaml"), "cannot be read"),
     ],
@@ -176,6 +177,13 @@ def test_defaults_are_found_where_options_are_typed_with_an_equals_sign() -> Non
     assert defaults_for(["--algo=bbrl", "--preset=hopper-jump-quick"]) == train_config(
         "hopper-jump-bbrl-quick"
     )
+
+
+def test_a_run_that_would_stop_before_its_first_iteration_is_refused(tmp_path: Path) -> None:
+    assert tether("episodic", "train", *TINY, "--until", "0", "--output", str(tmp_path / "run")) == 2
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="until must be at least 1, got 0"):
+        replace(train_config(env=POINT), until=0)
 
 
 @pytest.mark.parametrize("config", [{"algos": ()}, {"seeds": (1, 1)}, {"jobs": 0}])
@@ -223,6 +231,19 @@ def test_evaluation_shows_a_table_and_writes_what_it_shows(
         assert f"{numbers[policy]['return']['mean']:.4g}" in shown
     assert numbers["deterministic"]["return"] != numbers["stochastic"]["return"]
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
+
+
+def test_episodes_that_do_not_differ_give_no_interval(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One without width would pass for certainty."""
+    numbers = commands.eval_command(EvalConfig(run, episodes=1))
+    commands.print_evaluation(numbers)
+    shown = capsys.readouterr().out
+    found = numbers["deterministic"]
+    assert found["return"]["mean_interval"] is None
+    assert found["return"]["interquartile_mean_interval"] is None
+    low, high = found["success"]["mean_interval"]  # Wilson's of a single episode
+    assert high - low > 0.7
+    assert f"{found['return']['mean']:.4g} to" not in shown
 
 
 def test_the_evaluation_of_a_run_repeats_its_last_one(run: Path) -> None:

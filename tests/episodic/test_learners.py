@@ -68,6 +68,15 @@ def learn(
     return learner.update(progress)
 
 
+@pytest.mark.parametrize(("algo", "points"), [("bbrl", 10), ("tce", 2)])
+def test_a_single_advantage_an_iteration_is_refused(algo: str, points: int) -> None:
+    """Normalised it is 0, so the run would go through and learn nothing."""
+    with pytest.raises(ConfigError, match=f"{algo} normalises .* episodes=1 .* Set episodes to 2"):
+        small_config(algo, episodes=1, update=UpdateConfig(segment_points=points))
+    small_config(algo, episodes=2, update=UpdateConfig(segment_points=points))
+    small_config("tce", episodes=1)
+
+
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
 def test_learns_to_reach_a_point(algo: str, sampler: EpisodeSampler) -> None:
     """The untrained robot stays at the centre, half a unit from the goal at each of 50 steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,44 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
         ("- {presets: hopper-jump-quick}", "unknown key 'presets'.*preset"),
         ("- {seeds: [1]}", "names no preset"),
         ("- {preset: hopper-jump-quick}\n- {preset: hopper-jump-quick}", "hopper-jump-quick occurs twice"),
+        ("- {preset: 5}", r"queue\.yaml: A study has preset = 5; give its name"),
+        ("- {preset: hopper-jump-quick, label: 3}", "label = 3; give text"),
+        ("- {preset: hopper-jump-quick, algos: [tce, 3]}", r"algos = \('tce', 3\); give names"),
+        ("- {preset: hopper-jump-quick, algos: []}", r"algos = \(\); give names"),
+        ("- {preset: hopper-jump-quick, seeds: [0, true]}", r"seeds = \(0, True\); give whole numbers"),
+        ("- {preset: hopper-jump-quick, seeds: }", r"seeds = \(None,\); give whole numbers"),
+        ("- {preset: hopper-jump-quick, until: x}", "until = 'x'; give a whole number from 1"),
+        ("- {preset: hopper-jump-quick, until: 0}", "until = 0; give a whole number from 1"),
+        ("- {preset: hopper-jump-quick, settings: [a]}", r"settings = \['a'\]; give values by names"),
+        ("- {preset: hopper-jump-quick, settings: {3: 1}}", r"settings = \{3: 1\}; give values by names"),
     ],
 )
 def test_a_queue_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "queue.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_queue(tmp_path / "queue.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed.x": 1}, r"Unknown setting seed\.x: seed is 0, with nothing below it"),
+        ({"critic": 3}, r"critic is 3; give settings by name, as critic\.NAME"),
+        ({"critic": {3: 1}}, r"Unknown setting critic\.3\."),
+        ({"episodes": "x"}, "missing or of another type"),
+    ],
+)
+def test_settings_of_a_study_that_there_are_not_are_named(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Study("hopper-jump-quick", settings=settings).runs(tmp_path)
+
+
+def test_a_lone_algorithm_and_a_lone_seed_need_no_list(tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_text("- {preset: hopper-jump-quick, algos: bbrl, seeds: 3}")
+    (run,) = read_queue(tmp_path / "queue.yaml")[0].runs(tmp_path)
+    assert (run.settings.algo, run.settings.seed) == ("bbrl", 3)
 
 
 @pytest.mark.parametrize("path", sorted(ROBOTS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConf
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
 from tether.episodic.evaluate import evaluate_learner
+from tether.episodic.export import export_run
+from tether.episodic.options import ExportConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.sampler import EpisodeSampler
@@ -204,15 +208,49 @@ def test_a_checkpoint_of_another_environment_or_step_is_refused(uninterrupted: P
         load_config(tmp_path / "llm")
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    train(tiny(iterations=2), tmp_path / "run")
-    state = tmp_path / "run" / "checkpoints" / "step-000002" / "state.pt"
-    state.write_bytes(state.read_bytes()[:100])
+def cut(content: bytes) -> bytes:
+    return content[:100]
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(("damage", "words"), [(cut, "has 100 bytes"), (flip_a_bit, "holds other bytes")])
+def test_a_damaged_checkpoint_is_named_and_never_acts(
+    damage: Callable[[bytes], bytes], words: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    state = run / "checkpoints" / "step-000006" / "state.pt"
+    state.write_bytes(damage(state.read_bytes()))
+    with EpisodeSampler("tether/PointReach-v0") as sampler:
+        with pytest.raises(CheckpointError, match=rf"state\.pt {words}.*another step \(\[4\] are there\)"):
+            load_learner(run, sampler.spec)
+        load_learner(run, sampler.spec, step=4)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export_run(ExportConfig(run, tmp_path / "robot", formats=()))
+    assert not (tmp_path / "robot").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", [1]], ids=["empty", "cut", "another"])
+def test_a_state_from_before_sums_were_noted_is_named_if_it_cannot_be_read(
+    content: bytes | list[int], uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    checkpoint = run / "checkpoints" / "step-000006"
+    (checkpoint / "COMPLETE").write_text('{"step": 6}')
+    if isinstance(content, bytes):
+        (checkpoint / "state.pt").write_bytes(content)
+    else:
+        torch.save(content, checkpoint / "state.pt")
     with (
         EpisodeSampler("tether/PointReach-v0") as sampler,
-        pytest.raises(CheckpointError, match=r"state\.pt is not a training state"),
+        pytest.raises(CheckpointError, match=r"state\.pt (is not|holds no state)"),
     ):
-        load_learner(tmp_path / "run", sampler.spec)
+        load_learner(run, sampler.spec)
 
 
 def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resumable(

@@ -219,6 +219,9 @@ def test_the_outcome_claims_what_the_intervals_carry(page: Page) -> None:
         (((0.50, 0.60), (0.52, 0.58)), None, "but its interval does not set it apart from b."),
         (((0.9,), (0.1,)), 100, "its interval lies above all others; other seeds may end otherwise."),
         (((0.9,), (0.1,)), None, "how certain that is cannot be told from these runs."),
+        (((0.6, 0.6), (0.5, 0.5)), 100, "how certain that is cannot be told from these runs."),
+        (((0.6, 0.7), (0.0, 0.0)), 100, "how certain that is cannot be told from these runs."),
+        (((0.6,) * 4, (0.0,) * 4), 100, "its interval lies above all others."),
         (((0.55,),), 100, "a: success goes from 30.0 % (21.9-39.6) to 55.0 % (45.2-64.4)."),
     ],
 )
@@ -388,6 +391,19 @@ def test_responses_are_marked_right_partly_right_or_wrong(page: Page) -> None:
     assert badges.count("partly") == 2 + 1  # and the mark of the unfinished method
     assert "user: Chat?" in page.text
     assert "2 of 4 tokens projected" in page.text
+
+
+def test_right_is_what_the_task_says_whatever_it_pays(make_run: WriteRun) -> None:
+    said = [
+        ({"reward": 1.0, "correct": False}, "partly right"),  # paid for its form, say
+        ({"reward": 0.4, "correct": True}, "right"),
+        ({"reward": 0.0, "correct": False}, "wrong"),
+        ({"reward": 1.0}, "right"),  # of a run from before this was kept
+        ({"reward": 0.4}, "partly right"),
+    ]
+    rows = [{"prompt": "", "tokens": [], **row} for row, _ in said]
+    [shown] = samples(load_runs([make_run("a", [{"reward": 0.5}], samples=rows)]))
+    assert [one["verdict"] for one in shown["responses"]] == [verdict for _, verdict in said]
 
 
 def test_invisible_tokens_are_made_visible(page: Page) -> None:

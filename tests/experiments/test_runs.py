@@ -405,6 +405,32 @@ def test_a_deletion_killed_half_way_leaves_nothing_that_looks_complete(
         assert not (run.path / "checkpoints" / "step-000001" / COMPLETE).exists()
 
 
+@pytest.mark.parametrize("content", ["", "{", "3", "\xff"])
+def test_a_damaged_note_of_the_end_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
+    with begin(tmp_path / "run") as run:
+        run.log(1, loss=1.0)
+        run.mark_finished()
+    (tmp_path / "run" / "FINISHED").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"run/FINISHED is damaged \(.*\)\. Restore it, or delete it"):
+        RunFolder.open(tmp_path / "run").end()
+
+
+@pytest.mark.parametrize("line", ['{"loss": 2.0}', '{"step": "two", "loss": 2.0}'])
+def test_a_line_without_its_step_is_named(tmp_path: Path, line: str) -> None:
+    with begin(tmp_path / "run") as run:
+        run.log(1, loss=1.0)
+        run.log_eval(1, success=1.0)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write(line + "\n")
+    run = RunFolder.open(tmp_path / "run")
+    for name, read in (("metrics", run.metrics), ("eval", run.evals)):
+        with pytest.raises(CheckpointError, match=rf"Line 2 of .*{name}\.jsonl is damaged \(its step is"):
+            read()
+    with pytest.raises(CheckpointError, match=r"Line 2 of .* Delete that line"):
+        begin(tmp_path / "run", resume=True)
+
+
 # ---------------------------------------------------------------------- finding runs
 
 

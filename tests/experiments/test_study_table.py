@@ -200,15 +200,36 @@ def test_an_unfinished_run_is_not_kept(make_run: MakeRun, tmp_path: Path) -> Non
     assert not table.path.exists()
 
 
-@pytest.mark.parametrize("damage", ["cell", "column", "settings"])
-def test_a_damaged_table_is_named(table: StudyTable, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("0.3,50", "0.3;50"),
+        ("run,", ""),
+        ("TROLL,", '"TROLL,'),  # a quote that is never closed
+        ("TROLL,", f"{'x' * 200_000},"),
+    ],
+    ids=["cell", "column", "quote", "length"],
+)
+def test_a_damaged_table_is_named(table: StudyTable, before: str, after: str) -> None:
     text = table.path.read_text()
-    if damage == "cell":
-        table.path.write_text(text.replace("0.3,50", "0.3;50", 1))
-    elif damage == "column":
-        table.path.write_text(text.replace("run,", "", 1))
-    else:
-        table.settings_path.write_text("grid: {shared: {kind: llm}, runs: {}}\n")
+    assert before in text
+    table.path.write_text(text.replace(before, after, 1) + "\n" * 200_000 * after.startswith('"'))
+    with pytest.raises(CheckpointError, match=r"study.csv and study.settings.yaml are not what was written"):
+        table.select()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("study.csv", ""),
+        ("study.settings.yaml", ""),
+        ("study.settings.yaml", "- grid"),
+        ("study.settings.yaml", "grid: {runs: }"),
+        ("study.settings.yaml", "grid: {shared: {kind: llm}, runs: {}}"),
+    ],
+)
+def test_a_table_of_which_a_file_was_replaced_is_named(table: StudyTable, file: str, content: str) -> None:
+    table.path.with_name(file).write_text(content)
     with pytest.raises(CheckpointError, match=r"study.csv and study.settings.yaml are not what was written"):
         table.select()
 
@@ -229,3 +250,29 @@ def test_a_folder_in_place_of_a_table_is_refused_with_the_command_that_converts_
     assert ending.value.code == 0
     assert "10 runs are in" in capsys.readouterr().out
     assert len(load_runs([folder.with_name("grid.csv") / "grid"])) == 10
+
+
+def test_two_runs_of_one_name_are_refused_instead_of_one_replacing_the_other(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(f"g/{method}/seed0", numbers(2, 0), label=method) for method in ("TROLL", "clip")]
+    table = StudyTable(tmp_path / "t.csv")
+    with pytest.raises(CheckpointError, match=rf"{runs[0]} and {runs[1]} have one name.*as two grids"):
+        table.add("g", load_runs([tmp_path / "runs" / "g"]))
+    assert not table.path.exists()
+    table.add("g", load_runs([runs[0]]))
+    table.add("g", load_runs([runs[1]]))  # afterwards it replaces, as a longer run does its former self
+    assert [run.config.label for run in table.select()] == ["clip"]
+
+    def collect(*folders: Path) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ending:
+            main(["collect", *map(str, folders), "--output", str(tmp_path / "collected.csv")])
+        shown = capsys.readouterr()
+        return ending.value.code, shown.out + shown.err
+
+    assert collect(tmp_path / "runs" / "g")[0] == 1
+    assert collect(runs[0], runs[1])[0] == 1  # two folders of one name are one grid
+    assert not (tmp_path / "collected.csv").exists()
+    code, shown = collect(runs[0].parent, runs[1].parent)
+    assert (code, shown.count("1 runs are in")) == (0, 2)
+    assert len(load_runs([tmp_path / "collected.csv"])) == 2

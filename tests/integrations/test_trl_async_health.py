@@ -70,7 +70,11 @@ def _move(model: Any) -> None:
 def test_a_server_is_asked_whether_it_has_the_weights(tmp_path: Path, keeps: str) -> None:
     with fake_vllm() as server:
         trainer = make_served(tmp_path, server.url)
+        before = {name: value for name, value in vars(trainer).items() if name.startswith("_step_")}
+        assert "_step_forward_tokens" in before
         trainer._sync_weight()
+        # What TRL counts of a step's training data is without the check's contexts.
+        assert {name: getattr(trainer, name) for name in before} == before
         server.keeps = keeps
         _move(trainer.model)
         trainer.state.global_step = 3

@@ -180,8 +180,8 @@ def test_options_are_those_of_the_function(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo_clip", {"clip_ratio_low": -0.1}, "must not be negative, got -0.1"),
-        ("ppo_clip", {"clip_ratio_low": "wide"}, "clip_ratio_low='wide'"),
+        ("ppo_clip", {"clip_ratio_low": -0.1}, "clip_ratio_low must be at least 0, got -0.1"),
+        ("ppo_clip", {"clip_ratio_low": "wide"}, "clip_ratio_low must be at least 0, got 'wide'"),
         ("dppo", {"divergence": "hellinger"}, "divergence must be one of"),
         ("trm", {"kl_bound": -1.0}, "kl_bound"),
         ("pspo", {"smoothing": 1.0}, "smoothing must lie"),
@@ -193,6 +193,20 @@ def test_options_out_of_range_are_refused_with_their_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_loss_options(name, options)
+
+
+def test_an_option_that_a_loss_of_ones_own_cannot_compute_with_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def capped(  # checks nothing
+        log_probs: Any, old_log_probs: Any, advantages: Any, response_mask: Any, *,
+        cap: float = 2.0, loss_agg_mode: str = "token-mean", max_response_length: int | None = None,
+    ) -> Any:  # fmt: skip
+        return read_tokens(log_probs, old_log_probs, advantages, response_mask).ratio.clamp_max(cap)
+
+    monkeypatch.setitem(LOSSES, "capped", capped)
+    with pytest.raises(ConfigError, match="capped cannot compute with cap='high'"):
+        check_loss_options("capped", {"cap": "high"})
 
 
 def test_which_losses_look_at_distributions() -> None:

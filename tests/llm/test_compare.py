@@ -95,6 +95,21 @@ def test_a_run_that_finished_before_a_crash_is_kept_by_the_next_call(trained: Pa
     assert {log: log.read_bytes() for log in logs} == logs  # nothing was trained
 
 
+def test_a_model_that_an_earlier_command_trained_stays(trained: Path) -> None:
+    """Without a table it keeps everything; only what this call trains gives the disk back."""
+    for file in trained.glob("kept.*"):
+        file.unlink()
+    folder = trained / "runs" / "troll-u4-lr0.0003-seed0"
+    kept = [folder / name / "file" for name in ("checkpoints", "model", "tensorboard")]
+    for file in kept:
+        assert not file.parent.exists()
+        file.parent.mkdir()
+        file.touch()
+    assert run(trained) == 0
+    assert len(StudyTable(trained / "kept.csv").runs("runs")) == 2
+    assert all(file.exists() for file in kept)
+
+
 def test_a_run_of_which_the_rows_are_deleted_is_missing_again(trained: Path) -> None:
     table = trained / "kept.csv"
     lines = table.read_text().splitlines(keepends=True)

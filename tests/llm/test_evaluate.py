@@ -15,6 +15,7 @@ import torch
 
 from tether.cli import main
 from tether.errors import CheckpointError, ConfigError, InvalidInputError, TetherError
+from tether.experiments.statistics import proportion_interval
 from tether.llm import answers, evaluate
 from tether.llm.answers import score_tokens
 from tether.llm.eval_config import EvalConfig
@@ -90,8 +91,8 @@ def test_a_summary_by_hand() -> None:
     assert summary.pass_at[4].value == pytest.approx(2 / 3)
     assert summary.greedy.value == pytest.approx(2 / 3)
     assert (summary.problems, summary.samples, summary.reward, summary.length) == (3, 4, 0.5, 1)
-    assert summary.success.low == 0
-    assert summary.success.high == 1
+    assert summary.success == proportion_interval(0.5, 3)
+    assert summary.pass_at[4] == proportion_interval(2 / 3, 3)
 
 
 def test_parts_are_averaged_over_the_responses_that_have_them() -> None:

@@ -56,9 +56,26 @@ def test_the_outcome_says_who_is_ahead_and_by_how_much(model: int, baseline: int
 def test_the_outcome_claims_nothing_where_the_interval_holds_zero() -> None:
     """One problem better, one worse by more: the sign of the mean is not believed."""
     config = EvalConfig(model="mine", baseline="theirs", samples=4)
-    said = outcome(config, measured([row(4), row(1), row(2)], [row(3), row(4), row(2)]))
+    said = outcome(config, measured([row(4), row(1), row(2)] * 2, [row(3), row(4), row(2)] * 2))
     assert "not told apart" in said
     assert "-16.7 points (" in said
+
+
+@pytest.mark.parametrize(("problems", "told"), [(1, False), (5, False), (6, True)])
+def test_few_problems_name_no_winner(problems: int, told: bool) -> None:
+    """Also where all of them go one way and the interval has no width."""
+    config = EvalConfig(model="mine", baseline="theirs", samples=4)
+    said = outcome(config, measured([row(4)] * problems, [row(0)] * problems))
+    assert ("mine does better" in said) is told
+    assert ("cannot be told from so few problems: 100.0 % against 0.0 %" in said) is not told
+
+
+def test_one_problem_is_no_certainty() -> None:
+    config = EvalConfig(model="mine", samples=4)
+    result = measured([row(2)])
+    assert outcome(config, result) == "50.0 % (5.5-94.5) of the sampled responses are right."
+    every = measured([row(4), row(4)]).summaries["model"]
+    assert every.pass_at[2].high - every.pass_at[2].low > 0.5
 
 
 def test_the_outcome_of_one_model_is_its_share_right() -> None:

@@ -249,6 +249,16 @@ def test_rewards_that_teach_nothing_are_warned_of_or_refused(
     check_rewards(config(tmp_path, preflight="off"), *embedded, Rewarding(*rewards))
 
 
+@pytest.mark.parametrize(("responses", "bound"), [(2, "78%"), (300, "1%")])
+def test_the_bound_after_no_success_is_the_rate_at_which_that_has_one_chance_in_twenty(
+    responses: int, bound: str
+) -> None:
+    rate = float(bound.rstrip("%")) / 100
+    assert (1 - rate) ** responses == pytest.approx(0.05, abs=0.01)
+    [found] = preflight._reward_findings([[0.0] * responses], 0, False)
+    assert f"likely below {bound} " in found.text
+
+
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
 def test_rewards_that_differ_between_problems_pass_where_these_are_compared(
     tmp_path: Path, embedded: tuple[Any, Any], estimator: str

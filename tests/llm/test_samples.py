@@ -41,6 +41,7 @@ def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_p
     callback._on_tokens(trainer, inputs, tokens)
     callback.on_step_end(None, state, None)
     assert [(row["prompt"], row["reward"], len(row["tokens"])) for row in kept] == [("29+29=", 1.0, 2)]
+    assert kept[0]["correct"] is True
 
 
 def test_the_bars_of_a_token_are_its_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import operator
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from tether.errors import ConfigError, DataError, InvalidInputError
-from tether.llm.tasks import ArithmeticTask, ChainedTask, Task, WordProblemsTask, make_task
+from tether.llm.tasks import (
+    TASKS,
+    ArithmeticTask,
+    ChainedTask,
+    CodeTask,
+    CustomTask,
+    Task,
+    WordProblemsTask,
+    make_task,
+)
 from tether.llm.tasks.generated import draw_distinct
 from tether.llm.tasks.protocol import Problem, Split, split_of
 
@@ -172,6 +182,50 @@ def test_drawing_passes_over_repeats_and_other_splits() -> None:
 def test_wrong_names_and_options_are_refused(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_task(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("code", {"partial_credit": "no"}, "'code': partial_credit is 'no'; give true or false"),
+        ("code", {"partial_credit": 1}, "partial_credit is 1; give true or false"),
+        ("code", {"memory_limit": "1G"}, "memory_limit is '1G'; give a whole number"),
+        ("code", {"steps": "x"}, "steps is 'x'; give a whole number"),
+        ("code", {"total_time_limit": "x"}, "total_time_limit is 'x'; give a number or None"),
+        ("chained", {"terms": 3.5}, r"terms is 3\.5; give a whole number"),
+        ("chained", {"terms": True}, "terms is True; give a whole number"),
+        ("gsm8k", {"seconds": "abc"}, "seconds is 'abc'; give a number"),
+        ("aime", {"instruction": 5}, "'aime': instruction is 5; give text"),
+        ("custom", {"path": "x", "verifier": 5}, "verifier is 5; give text"),
+        ("custom", {"path": True}, "path is True; give text or a path"),
+        ("custom", {"path": "x", "max_response_tokens": 2.5}, r"max_response_tokens is 2\.5; give a whole"),
+        ("arithmetic", {"name": "x"}, "'arithmetic': got an unexpected keyword argument 'name'"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, **options)
+
+
+def test_what_a_command_line_cannot_tell_apart_is_read_as_the_task_means_it() -> None:
+    task = make_task("custom", path=2024, chat="False", seconds=3)
+    assert isinstance(task, CustomTask)
+    assert (task.path, task.chat) == (Path("2024"), False)
+    credit = make_task("code", partial_credit="TRUE", workers=None)
+    assert isinstance(credit, CodeTask)
+    assert credit.partial_credit is True
+
+
+def test_options_that_say_no_type_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(size, words: list[str], hidden: Nowhere = None):  # type: ignore[no-untyped-def,name-defined] # noqa: F821
+        return size, words, hidden
+
+    monkeypatch.setitem(TASKS, "own", own)
+    assert make_task("own", size="false", words="x", hidden=3) == ("false", "x", 3)
+    monkeypatch.setitem(TASKS, "own", lambda **options: options)
+    assert make_task("own", name="x") == {"name": "x"}
 
 
 @pytest.mark.parametrize(("split", "limit"), [("holdout", 5), ("train", 0), ("train", -1)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tether.errors import DataError, InvalidInputError
+from tether.errors import ConfigError, DataError, InvalidInputError
 from tether.llm.tasks import (
     ArithmeticTask,
     ChainedTask,
@@ -80,18 +83,37 @@ def test_an_answer_that_cannot_be_judged_in_time_leaves_the_others_of_its_batch(
     assert reward(["?"] * 4, texts, answer=["18"] * 4) == [1.0, 0.0, 1.0, 0.0]
 
 
+class Echo:
+    name = "echo"
+    chat = False
+    max_response_tokens = 4
+    reward: Any = 0.5
+
+    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
+        return [Problem("say a", "a")] if split == "train" else []
+
+    def verify(self, response: str, problem_answer: str) -> Verdict:
+        return Verdict(self.reward if response == "b" else 0.5, response == problem_answer)
+
+
+@pytest.mark.parametrize("reward", [math.nan, -math.inf, np.float32("nan"), None, 10**400])
+def test_a_reward_that_is_no_finite_number_stops_and_is_named(reward: Any) -> None:
+    task = Echo()
+    task.reward = reward
+    with pytest.raises(
+        ConfigError, match=r"Task 'echo' gave the reward .* to the response 'b'\. Mend its verify"
+    ):
+        reward_function(task)(["say a"] * 2, ["a", "b"], answer=["a"] * 2)
+
+
+@pytest.mark.parametrize("reward", [True, -2, np.float32(0.5)])
+def test_every_finite_number_is_a_reward(reward: Any) -> None:
+    task = Echo()
+    task.reward = reward
+    assert reward_function(task)(["say a"], ["b"], answer=["a"]) == [reward]
+
+
 def test_a_task_of_ones_own_needs_only_the_protocol() -> None:
-    class Echo:
-        name = "echo"
-        chat = False
-        max_response_tokens = 4
-
-        def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-            return [Problem("say a", "a")] if split == "train" else []
-
-        def verify(self, response: str, problem_answer: str) -> Verdict:
-            return Verdict(0.5, response == problem_answer)
-
     task: Task = Echo()
     assert isinstance(task, Task)
     assert reward_function(task)(["say a"], ["a"], answer=["a"]) == [0.5]

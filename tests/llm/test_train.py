@@ -33,6 +33,20 @@ def test_a_run_records_every_step_and_evaluation(uninterrupted):
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [12, 16]
 
 
+def test_an_evaluation_notes_how_many_problems_the_split_really_has(tmp_path):
+    """Or intervals would be those of problems nobody asked."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    for name, own in (("train", rows[5:]), ("test", rows[:5])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, own)))
+    changes = {
+        "task": "custom", "task_options": {"path": str(tmp_path), "verifier": "number", "chat": False},
+        "eval_split": "test", "eval_problems": 12, "steps": 4, "eval_every": 0, "preflight": "off",
+    }  # fmt: skip
+    run = train(config(tmp_path / "run", **changes))
+    assert [line["problems"] for line in run.evals()] == [5, 5]
+    assert "| 5 |" in (run.path / "model" / "README.md").read_text()
+
+
 def test_the_second_embedded_model_trains(tmp_path):
     run = train(config(tmp_path / "run", model="embedded-llama", steps=4, eval_problems=4, eval_every=0))
     assert run.finished

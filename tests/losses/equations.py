@@ -45,12 +45,12 @@ Terms = Callable[[int, int], Term]
 
 
 def m2po_term(new: Array, old: Array, advantages: Array, mask: Array, *, second_moment: float) -> Terms:
-    """Drop the largest (log r)^2 one by one until the mean of what is left fits."""
+    """Drop the largest (log r)^2, of equals the last, one by one until the mean of what is left fits."""
     log_ratio = new - old
     kept = [(b, t) for b, t in zip(*np.nonzero(mask), strict=True) if advantages[b, t] * log_ratio[b, t] > 0]
     dropped = []
     while kept and math.fsum(log_ratio[place] ** 2 for place in kept) / len(kept) > second_moment:
-        worst = max(kept, key=lambda place: abs(log_ratio[place]))
+        worst = max(kept, key=lambda place: (abs(log_ratio[place]), place))
         kept.remove(worst)
         dropped.append(worst)
 

@@ -162,6 +162,25 @@ def rejection_of(option: str, threshold: float, batch: dict[str, Tensor]) -> Ten
     return mask
 
 
+def averages() -> dict[str, Any]:
+    """Losses of three responses, the last without a token that counts, averaged in every mode: with the size
+    of the whole batch, which verl's trainers give, and without."""
+    loss = torch.tensor([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0], [100.0, 100.0, 100.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.float64)
+    agg_loss = importlib.import_module(CORE).agg_loss
+    return {
+        "token_loss": loss.tolist(),
+        "response_mask": mask.tolist(),
+        "modes": {
+            mode: {
+                "alone": agg_loss(loss, mask, mode).item(),
+                "global_batch_size=3": agg_loss(loss, mask, mode, global_batch_size=3).item(),
+            }
+            for mode in (TOKEN_MEAN, SEQUENCE_MEAN, "seq-mean-token-sum", "seq-mean-token-sum-norm")
+        },
+    }
+
+
 def advantages() -> dict[str, Any]:
     """Every estimator on the same six responses to three prompts, listed out of order."""
     import numpy as np
@@ -263,6 +282,7 @@ def main() -> None:
         },
         "losses": losses,
         "rejections": rejections,
+        "averages": averages(),
         "advantages": advantages(),
     }
     PATH.write_text(json.dumps(document) + "\n")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
+import references
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trl_reference import trl_loss
 
 import oracles
 from tether.errors import InvalidInputError
-from tether.losses import aggregate
+from tether.losses import aggregate, ppo_clip
+from tether.losses.aggregate import LossAggMode
 
 LOSS = [[1.0, 3.0, 100.0], [5.0, 100.0, 100.0], [100.0, 100.0, 100.0]]
 MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
@@ -37,6 +40,40 @@ def test_each_mode_by_hand(mode: str, length: int | None, expected: float, dtype
         max_response_length=length,
     )
     assert value.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_response_without_a_token_counts_as_in_verls_trainers_not_as_in_its_function_alone(
+    mode: LossAggMode,
+) -> None:
+    verls = references.fixtures()["averages"]
+    loss = torch.tensor(verls["token_loss"], dtype=torch.float64)
+    ours = aggregate(loss, torch.tensor(verls["response_mask"]), mode).item()
+    theirs = verls["modes"][mode]
+    within = 2e-8  # verl divides a response by its tokens + 1e-8
+    assert ours == pytest.approx(theirs["global_batch_size=3"], rel=within)
+    share = 1 if mode == "token-mean" else 2 / 3  # two of the three have a token
+    assert ours == pytest.approx(theirs["alone"] * share, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "mode"),
+    [
+        ("bnpo", "token-mean"),
+        ("dapo", "token-mean"),
+        ("grpo", "seq-mean-token-mean"),
+        ("luspo", "seq-mean-token-sum"),
+        ("dr_grpo", "seq-mean-token-sum-norm"),
+    ],
+)
+def test_a_response_without_a_token_counts_as_in_trl(loss_type: str, mode: LossAggMode) -> None:
+    new, mask = torch.tensor(LOSS, dtype=torch.float64).neg() / 100, torch.tensor(MASK)
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    theirs, gradient = trl_loss(new, new, advantages, mask, loss_type=loss_type)
+    leaf = new.clone().requires_grad_()
+    ours = ppo_clip(leaf, new, advantages, mask, loss_agg_mode=mode).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaf)[0], gradient, rtol=1e-12, atol=0)
 
 
 @given(
@@ -98,5 +135,8 @@ def test_settings_and_shapes_that_make_no_sense_are_refused() -> None:
         aggregate(rows, torch.zeros(2, 4))
     with pytest.raises(InvalidInputError, match=r"\[B, T\], got \(3,\)"):
         aggregate(rows[0], rows[0])
-    with pytest.raises(InvalidInputError, match="max_response_length must be at least 1, got 0"):
-        aggregate(rows, rows, "seq-mean-token-sum-norm", max_response_length=0)
+    for length in (0, "9"):
+        with pytest.raises(
+            InvalidInputError, match=f"max_response_length must be at least 1, got {length!r}"
+        ):
+            aggregate(rows, rows, "seq-mean-token-sum-norm", max_response_length=length)  # type: ignore[arg-type]

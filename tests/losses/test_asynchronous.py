@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import equations
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +32,15 @@ def test_m2po_leaves_out_the_fewest_tokens_and_none_that_moves_back() -> None:
     assert (gradient != 0).tolist() == [[False, False, True, True]]
     kept = _gradient(m2po, new, old, 1.0, second_moment=0.09)
     assert (kept != 0).tolist() == [[False, True, True, True]]
+
+
+def test_m2po_leaves_out_the_later_of_equals() -> None:
+    old = torch.full((1, 4), -4.0, dtype=torch.float64)
+    new = old + torch.tensor([[3.0, 1.0, 3.0, 3.0]], dtype=torch.float64).sqrt()
+    kept = _gradient(m2po, new, old, 1.0, second_moment=2.0) != 0
+    assert kept.tolist() == [[True, True, False, False]]  # the mean of 1 and 3 is 2
+    term = equations.m2po_term(new.numpy(), old.numpy(), np.ones((1, 4)), np.ones((1, 4)), second_moment=2.0)
+    assert [term(0, t)[1] != 0 for t in range(4)] == kept[0].tolist()
 
 
 def test_m2po_shares_one_budget_between_the_responses_of_a_batch() -> None:
@@ -84,6 +95,27 @@ def test_decoupled_clip_of_fresh_data_is_the_clip(lag: Tensor | float) -> None:
     )
 
 
+def test_decoupled_clip_ignores_the_lag_of_what_is_masked() -> None:
+    old, new = _log(0.2, 0.4, 0.3), _log(0.5, 0.3, 0.2)
+    mask, lags = torch.tensor([[1, 1, 0]]), torch.tensor([[2.0, 4.0, 0.0]])
+    gradients = []
+    for lag in (lags, torch.where(mask > 0, lags, math.nan)):
+        leaf = new.clone().requires_grad_()
+        loss = decoupled_clip(leaf, old, torch.ones(1), mask, lag=lag).loss
+        gradients.append(torch.autograd.grad(loss, leaf)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("given", ["lag 1", "lag 4", "policy"])
+def test_decoupled_clip_of_a_token_that_became_impossible_has_the_ratio_zero(given: str) -> None:
+    old, new = _log(0.2, 0.4), _log(0.0, 0.3)
+    options = {"proximal_log_probs": new} if given == "policy" else {"lag": int(given[-1])}
+    result = decoupled_clip(new, old, torch.ones(1), torch.ones(1, 2), **options)  # type: ignore[arg-type]
+    alone = decoupled_clip(new, old, torch.ones(1), torch.tensor([[0, 1]]), **options)  # type: ignore[arg-type]
+    assert result.loss.item() == pytest.approx(alone.loss.item() / 2)
+    assert result.metrics["ratio_mean"].item() == pytest.approx(alone.metrics["ratio_mean"].item() / 2)
+
+
 def test_decoupled_clip_takes_the_proximal_policy_itself() -> None:
     old, new = _log(0.2, 0.4), _log(0.5, 0.3)
     proximal = (old + new) / 2
@@ -106,7 +138,9 @@ def test_decoupled_clip_takes_the_proximal_policy_itself() -> None:
         (mis, {"level": "token"}, "level must be one of sequence, geometric"),
         (tis, {"level": "geometric"}, "level must be one of token, sequence"),
         (decoupled_clip, {}, "needs lag"),
-        (decoupled_clip, {"lag": -1}, "lag must not be negative, got -1"),
+        (decoupled_clip, {"lag": -1}, "lag must be at least 0, got -1 "),
+        (decoupled_clip, {"lag": torch.tensor([math.nan])}, "lag must be at least 0, got nan "),
+        (decoupled_clip, {"lag": torch.ones(3)}, r"lag must be one number, \[B\] or \[B, T\].*got \(3,\)"),
         (decoupled_clip, {"proximal_log_probs": torch.zeros(1, 3)}, "proximal_log_probs must be"),
     ],
 )

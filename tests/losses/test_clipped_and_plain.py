@@ -80,6 +80,16 @@ def test_the_clips_metrics_by_hand() -> None:
     assert result.metrics["ratio_max"].item() == pytest.approx(1.5)
 
 
+def test_a_token_that_the_dual_clip_holds_is_counted_as_clipped() -> None:
+    # Held at 3; held at .8; free, though above 1.2, for A < 0; under the mask.
+    new = torch.tensor([[50.0, 0.5, 2.0, 50.0]], dtype=torch.float64).log().requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0]])
+    result = ppo_clip(new, torch.zeros(1, 4), torch.tensor([-1.0]), mask, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(result.loss, new)
+    assert (gradient[0, :3] == 0).tolist() == [True, True, False]
+    assert result.metrics["clipped"].item() == pytest.approx(2 / 3)
+
+
 def test_the_plain_loss_by_hand_and_its_gradient() -> None:
     new, old = _tensor([math.log(0.4), math.log(0.3)]), _tensor([math.log(0.2), math.log(0.6)])
     new.requires_grad_()
@@ -176,8 +186,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_ratio_low": -0.1}, r"must not be negative, got -0\.1"),
-        ({"clip_ratio_high": math.nan}, "must not be negative.*nan"),
+        ({"clip_ratio_low": -0.1}, r"clip_ratio_low must be at least 0, got -0\.1 \(0\.2 is usual"),
+        ({"clip_ratio_high": math.nan}, r"clip_ratio_high must be at least 0, got nan"),
         ({"dual_clip": 1.0}, r"greater than 1.*got 1\.0"),
     ],
 )

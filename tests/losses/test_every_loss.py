@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tether.losses import LOSSES, PolicyLoss, aggregate
 
 #: The rest have tests of their own in test_clipped_and_plain.py and test_troll.py.
 RIVALS = sorted(set(LOSSES) - {"ppo_clip", "troll", "unclipped"})
+BUT_TROLL = sorted(set(LOSSES) - {"troll"})
 
 
 def call(name: str, *tokens: Tensor, **options: Any) -> PolicyLoss:
@@ -56,6 +58,17 @@ def test_an_empty_response_mask_gives_zero_loss_and_zero_gradient(name: str, mod
     assert result.loss.item() == 0
     assert leaf.grad is not None
     assert bool((leaf.grad == 0).all())
+    assert all(math.isfinite(value.item()) for value in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", BUT_TROLL)
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_a_batch_without_tokens_gives_zero(name: str, shape: tuple[int, int]) -> None:
+    leaf = torch.zeros(shape, requires_grad=True)
+    result = call(name, leaf, torch.zeros(shape), torch.ones(shape[0]), torch.ones(shape))
+    result.loss.backward()
+    assert result.loss.item() == 0
+    assert leaf.grad is not None
     assert all(math.isfinite(value.item()) for value in result.metrics.values())
 
 
@@ -128,6 +141,21 @@ def test_a_ratio_beyond_float32_makes_nothing_nan(name: str, drift: float, dtype
     assert all(math.isfinite(value.item()) for value in result.metrics.values())
 
 
+# An infinite divergence has an infinite price.
+@pytest.mark.parametrize("name", sorted(set(BUT_TROLL) - {"kl_penalty"}))
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_became_impossible_makes_nothing_nan(name: str, advantage: float) -> None:
+    """Its ratio is 0, and it has no gradient; those of the other tokens are finite."""
+    leaf = torch.tensor([[-0.5, -math.inf, -0.7], [-0.5, -0.6, -0.7]], requires_grad=True)
+    old = torch.tensor([[-0.6, -9.0, -0.6], [-0.6, -0.5, -0.6]])
+    result = call(name, leaf, old, torch.full((2,), advantage), torch.ones(2, 3))
+    (gradient,) = torch.autograd.grad(result.loss, leaf)
+    assert math.isfinite(result.loss.item())
+    assert bool(gradient.isfinite().all())
+    assert gradient[0, 1] == 0
+    assert all(math.isfinite(result.metrics[key].item()) for key in ("ratio_mean", "ratio_max"))
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_the_old_policy_and_the_advantages_get_no_gradient(name: str) -> None:
     new, old = _tokens(2, 3)
@@ -190,10 +218,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name: str) -> None:
         ("dppo", {"new": torch.zeros(2, 3, 4)}, r"sampled tokens alone.*Leave them out"),
         ("trm", {"kl_bound": -1.0}, r"kl_bound must be at least 0"),
         ("trm", {"new": None}, r"^new must be given"),
-        ("trm", {"kl_estimate": "k4"}, r"exact, k1, k2 or k3, got 'k4'"),
+        ("trm", {"kl_estimate": "k4"}, r"kl_estimate must be one of exact, k2, k3, got 'k4'"),
+        ("trm", {"kl_estimate": "k1"}, r"kl_estimate must be one of exact, k2, k3, got 'k1'"),
+        ("kl_penalty", {"kl_estimate": "k4"}, r"kl_estimate must be one of exact, k1, k2, k3, got 'k4'"),
         ("trm", {"new": torch.zeros(2, 4, 2)}, r"\[B, T\] = \(2, 3\), got \(2, 4, 2\)"),
         ("clip_cov", {"clip_cov_ratio": 0.0}, r"clip_cov_ratio must lie in \(0, 1\], got 0\.0"),
-        ("clip_cov", {"clip_cov_low": 5.0}, r"less than clip_cov_high, got 5\.0 and 5\.0"),
+        ("clip_cov", {"clip_cov_low": 5.0}, r"clip_cov_high must be greater than 5, got 5\.0 \(1 and 5"),
         ("clip_cov", {"clip_ratio_low": -1.0}, r"clip_ratio_low must be at least 0"),
         ("kl_cov", {"kl_cov_ratio": 1.5}, r"kl_cov_ratio must lie in \(0, 1\], got 1\.5"),
         ("kl_cov", {"kl_coef": -1.0}, r"kl_coef must be at least 0"),
@@ -207,3 +237,34 @@ def test_settings_that_make_no_sense_are_refused(name: str, options: dict[str, A
     rows = -torch.ones(2, 3)
     with pytest.raises(InvalidInputError, match=message):
         call(name, rows, rows, torch.ones(2), torch.ones(2, 3), **options)
+
+
+def _numbers(name: str) -> dict[str, Any]:
+    """The options of a loss that may be numbers, and their defaults."""
+    parameters = inspect.signature(LOSSES[name]).parameters
+    return {
+        option: parameters[option].default
+        for option, hint in get_type_hints(LOSSES[name]).items()
+        if option in parameters and float in (hint, *get_args(hint))
+    }
+
+
+@pytest.mark.parametrize("value", ["0.2", math.nan], ids=["text", "nan"])
+@pytest.mark.parametrize(("name", "option"), [(name, key) for name in BUT_TROLL for key in _numbers(name)])
+def test_every_number_is_checked_and_named(name: str, option: str, value: object) -> None:
+    rows = -torch.ones(2, 3)
+    with pytest.raises(InvalidInputError, match=rf"^{option}.*got {value!r}"):
+        call(name, rows, rows, torch.ones(2), torch.ones(2, 3), **{option: value})
+
+
+@pytest.mark.parametrize("name", [name for name in BUT_TROLL if any(_numbers(name).values())])
+def test_numbers_may_be_numpys(name: str) -> None:
+    new, old = _tokens(2, 3)
+    numbers = {key: value for key, value in _numbers(name).items() if value is not None}
+    plain, numpys = (
+        call(name, new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 3), **options)
+        for options in (numbers, {key: np.float64(value) for key, value in numbers.items()})
+    )
+    assert torch.equal(plain.loss, numpys.loss)
+    single = {key: np.float32(value) for key, value in numbers.items()}
+    assert math.isfinite(call(name, new, old, torch.ones(2), torch.ones(2, 3), **single).loss.item())

@@ -53,6 +53,23 @@ def test_a_sequence_that_went_too_far_loses_its_gradient_whole_and_alone() -> No
     np.testing.assert_allclose(leaf.grad[1], [-0.25, -0.25, 0.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_became_impossible_takes_its_sequence_alone(advantage: float) -> None:
+    leaf = torch.tensor([[-0.9, -math.inf, -0.8], [-1.3, -1.1, -1.0]]).requires_grad_()
+    result = gspo(
+        leaf, torch.tensor(OLD).float(), torch.full((2,), advantage), MASK,
+        clip_ratio_low=0.3, clip_ratio_high=0.4,
+    )  # fmt: skip
+    result.loss.backward()
+    # s = 0, where the clip holds a sequence that is discouraged at .7; the second's is e^-.2.
+    expected = [0.0 if advantage > 0 else -0.7, -advantage * math.exp(-0.2)]
+    expected[0] *= advantage
+    assert result.loss.item() == pytest.approx(sum(expected) / 2)
+    assert leaf.grad is not None
+    assert leaf.grad[0].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(leaf.grad[1, :2], [expected[1] / 4] * 2, rtol=1e-6)
+
+
 def test_with_an_advantage_a_token_each_token_gets_its_own() -> None:
     leaf = torch.tensor([[-0.9, -1.1, -1.0]], dtype=torch.float64).requires_grad_()  # s = 1
     advantages = torch.tensor([[3.0, -6.0, 0.0]], dtype=torch.float64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -266,6 +267,72 @@ def test_the_gradient_scales_with_what_arrives_and_is_handed_on_once() -> None:
         torch.testing.assert_close(leaf.grad, 3 * single, rtol=1e-12, atol=0)
     with pytest.raises(InvalidInputError, match="handed on by an earlier backward pass"):
         result.loss.backward()
+
+
+def test_a_parameter_of_the_objective_itself_gets_its_gradient() -> None:
+    """Such as a weight of the entropy bonus that is learned."""
+    batch = Batch()
+    found = []
+    for depends_on in ("token", "batch"):
+        weight = torch.tensor(0.01, dtype=torch.float64, requires_grad=True)
+
+        def objective(tokens: ProjectedTokens, weight: Tensor = weight) -> PolicyLoss:
+            assert tokens.entropy is not None
+            return PolicyLoss(aggregate(-tokens.new_log_probs - weight * tokens.entropy, MASK), {})
+
+        result = linear_policy_loss(objective, batch.new, batch.ids, MASK, depends_on=depends_on)
+        found.append(torch.autograd.grad(2 * result.loss, [weight, *batch.leaves]))
+    assert abs(float(found[0][0])) > 0.1
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_small_gradients_survive_half_precision_under_a_scaled_loss() -> None:
+    """As under a gradient scaler: rounded after the scale, not before it."""
+    batch = Batch()
+    half = [leaf.detach().half().requires_grad_() for leaf in batch.leaves]
+    advantages = 1e-4 * batch.advantages.float()
+
+    def run(leaves: list[Tensor], advantages: Tensor) -> tuple[Tensor, ...]:
+        new = HiddenStates(leaves[0], leaves[1], leaves[2], head=batch.head)
+        old = batch.old_log_probs.to(leaves[0].dtype).float()
+        result = linear_policy_loss(
+            lambda tokens: ppo_clip(tokens.new_log_probs, old, advantages, MASK), new, batch.ids, MASK
+        )
+        return torch.autograd.grad(65536 * result.loss, leaves)
+
+    exact = run([leaf.detach().double().requires_grad_() for leaf in half], advantages.double())
+    for mine, theirs in zip(run(half, advantages), exact, strict=True):
+        off = (mine.double() - theirs).norm() / theirs.norm()
+        assert off <= 4 * torch.finfo(torch.float16).eps
+
+
+def test_a_head_that_is_empty_at_rest_takes_the_ordinary_path() -> None:
+    """As under ZeRO-3: it is there while it is asked for."""
+    batch = Batch()
+    expected, _ = batch.run(of_sampled(ppo_clip, batch))
+    whole, at_rest = batch.leaves[1].detach(), torch.zeros(0, dtype=torch.float64)
+
+    @contextmanager
+    def at_hand() -> Iterator[None]:
+        at_rest.set_(whole)
+        yield
+        at_rest.set_(torch.zeros(0, dtype=torch.float64))
+
+    head_at_rest = replace(batch.head, weights_at_hand=at_hand)
+    new = HiddenStates(batch.leaves[0], at_rest, batch.leaves[2], head=head_at_rest)
+    result = linear_policy_loss(of_sampled(ppo_clip, batch), new, batch.ids, MASK)
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, V])
+@pytest.mark.parametrize("old", ["none", "exact", "bucket"])
+def test_a_counted_id_outside_the_vocabulary_is_refused(old: str, wrong: int) -> None:
+    batch = Batch()
+    at = tuple(MASK.nonzero()[0].tolist())
+    batch.ids[at] = wrong
+    with pytest.raises(InvalidInputError, match=rf"ids must lie in \[0, {V}\); found {wrong}"):
+        batch.run(of_sampled(ppo_clip, batch) if old == "none" else of_troll(batch), old)
 
 
 def test_a_frozen_head_costs_no_product_and_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

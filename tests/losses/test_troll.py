@@ -15,6 +15,7 @@ import oracles
 from rounding import unit_of
 from tether.errors import InvalidInputError
 from tether.losses import PolicyLoss, project_tokens, troll, unclipped
+from tether.ops import HiddenStates
 from tether.projection import SparseLogProbs
 
 INF = math.inf
@@ -398,6 +399,27 @@ def test_autocast_changes_nothing(batch: _Batch) -> None:
     assert torch.equal(plain.loss, under.loss)
 
 
+def test_autocast_does_not_reach_into_a_backward_pass_over_the_head(batch: _Batch) -> None:
+    """Which some call inside it."""
+    generator = torch.Generator().manual_seed(0)
+    rows, vocabulary = batch.mask.shape, batch.logits.shape[-1]
+    hidden = torch.randn(*rows, 8, generator=generator).requires_grad_()
+    weight = torch.randn(vocabulary, 8, generator=generator).requires_grad_()
+    old = HiddenStates(hidden.detach() + torch.randn(*rows, 8, generator=generator), weight.detach().clone())
+
+    def gradients() -> tuple[Tensor, ...]:
+        new = HiddenStates(hidden, weight)
+        tokens = project_tokens(new, old, batch.ids, batch.mask, kl_bound=0.05)
+        assert tokens.projected.any()
+        loss = (tokens.projected_log_probs + tokens.regression).sum()
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    plain = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = gradients()
+    assert all(torch.equal(one, other) for one, other in zip(plain, under, strict=True))
+
+
 def test_what_does_not_fit_is_refused_with_the_remedy(batch: _Batch) -> None:
     new, old = batch.logits.log_softmax(-1), batch.old_logits.log_softmax(-1)
     few = SparseLogProbs.from_logits(batch.old_logits, 2)
@@ -420,15 +442,3 @@ def test_what_does_not_fit_is_refused_with_the_remedy(batch: _Batch) -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             troll(**(arguments | change))
-
-
-def test_former_names_and_orders_say_what_they_are_now(batch: _Batch) -> None:
-    new, old = batch.logits.log_softmax(-1), batch.old_logits.log_softmax(-1)
-    former: Any = (batch.sampled(new), batch.sampled(old), batch.mask, batch.ids, new, old)
-    with pytest.raises(InvalidInputError, match="project_tokens takes new, old, response_ids"):
-        project_tokens(*former)
-    outdated: dict[str, Any] = {"tail": "bucket"}
-    with pytest.raises(InvalidInputError, match="'tail' is called 'support' now"):
-        project_tokens(new, old, batch.ids, batch.mask, **outdated)
-    with pytest.raises(AttributeError, match=r"projected_log_probs .* new_log_probs"):
-        _ = project_tokens(new, old, batch.ids, batch.mask).log_probs

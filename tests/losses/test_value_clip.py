@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,9 +48,39 @@ def test_targets_and_old_values_get_no_gradient() -> None:
     assert tensors[2].grad is None
 
 
-@pytest.mark.parametrize("clip_range", [0.0, -1.0, float("nan")])
-def test_a_range_that_is_not_positive_is_refused(clip_range: float) -> None:
-    with pytest.raises(InvalidInputError, match="clip_range must be positive"):
+@pytest.mark.parametrize("clip_range", [None, 0.5])
+@pytest.mark.parametrize("garbage", [1e30, -1e30, math.nan, math.inf, -math.inf])
+def test_garbage_under_the_mask_leaks_nowhere(clip_range: float | None, garbage: float) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    outcomes = []
+    for fill in (1.0, garbage):
+        values, old, returns = (
+            torch.where(mask > 0, torch.full((2, 3), fine), fill) for fine in (0.2, 0.0, 1.5)
+        )
+        result = value_clip(values.requires_grad_(), old, returns, mask, clip_range=clip_range)
+        (gradient,) = torch.autograd.grad(result.loss, values)
+        outcomes.append((result.loss.item(), gradient.tolist(), result.metrics["clipped"].item()))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    values, old, returns = (torch.tensor([[x, 0.1]], dtype=dtype) for x in (0.3, 0.2, 300.0))
+    leaf = values.clone().requires_grad_()
+    half = value_clip(leaf, old, returns, torch.ones(1, 2))  # 300 squared is no float16
+    single = value_clip(values.float(), old.float(), returns.float(), torch.ones(1, 2))
+    assert half.loss.dtype == torch.float32
+    assert half.loss.item() == single.loss.item()
+    half.loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("clip_range", [0.0, -1.0, math.nan, "0.5"])
+def test_a_range_that_is_not_positive_is_refused(clip_range: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"clip_range must be greater than 0, got .* \(0\.5 by default"
+    ):
         value_clip(*[torch.ones(1, 2)] * 4, clip_range=clip_range)
 
 

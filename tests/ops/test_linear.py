@@ -179,11 +179,17 @@ def test_padded_rows_of_the_head_never_receive_gradient() -> None:
 
 def test_autocast_does_not_lower_the_precision() -> None:
     hidden, weight, bias, ids = make_inputs(torch.float32)
-    plain = linear_log_probs(hidden, weight, ids, bias=bias)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = linear_log_probs(hidden, weight, ids, bias=bias)
-    assert torch.equal(plain.log_probs, under.log_probs)
-    assert torch.equal(plain.entropy, under.entropy)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+
+    def run() -> tuple[Tensor, ...]:
+        found = linear_log_probs(hidden, weight, ids, bias=bias)
+        total = found.log_probs.sum() + found.entropy.sum()
+        return found.log_probs, found.entropy, *torch.autograd.grad(total, leaves)
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the backward pass inside it, too
+        under = run()
+    assert all(torch.equal(one, other) for one, other in zip(plain, under, strict=True))
 
 
 def test_nothing_of_the_size_of_the_logits_is_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from rounding import error_of, rounding_of
 from tether.errors import InvalidInputError
-from tether.ops import HiddenStates, LinearTrustRegion, linear_trust_region, memory, policy_pair
+from tether.ops import HiddenStates, linear_trust_region, memory, policy_pair
 from tether.ops.head import Head
-from tether.projection import SparseLogProbs, geodesic, kl_categorical, project_categorical, solve
+from tether.projection import (
+    ProjectedTokens,
+    SparseLogProbs,
+    geodesic,
+    kl_categorical,
+    project_categorical,
+    solve,
+)
 
 TOKENS, WIDTH, VOCABULARY, BOUND = 24, 12, 150, 0.05
 
@@ -70,7 +77,7 @@ class _Batch:
         old_bias = self.bias if self.old_weight is None else self.old_bias
         return new, self.logits(self.old_hidden, old_weight, old_bias).log_softmax(-1).detach()
 
-    def ours(self, **more: Any) -> LinearTrustRegion:
+    def ours(self, **more: Any) -> ProjectedTokens:
         return linear_trust_region(
             self.hidden, self.weight, self.ids, self.old_hidden, bias=self.bias, old_weight=self.old_weight,
             old_bias=self.old_bias, **{"kl_bound": BOUND, **self.options, **more},
@@ -147,7 +154,7 @@ def _dense_outputs(batch: _Batch, sequences: Tensor | None = None) -> Any:
     )
 
 
-def _outputs(result: LinearTrustRegion) -> tuple[Tensor, ...]:
+def _outputs(result: ProjectedTokens) -> tuple[Tensor, ...]:
     return result.new_log_probs, result.entropy, result.projected_log_probs, result.regression
 
 
@@ -157,7 +164,7 @@ def _gradients(outputs: Any, leaves: tuple[Tensor, ...], which: range = range(4)
     return torch.autograd.grad(loss, leaves)
 
 
-def _assert_close(batch: _Batch, result: LinearTrustRegion, expected: Any, tolerance: float) -> None:
+def _assert_close(batch: _Batch, result: ProjectedTokens, expected: Any, tolerance: float) -> None:
     assert torch.equal(result.projected, expected[5])
     for actual, wanted in zip(_outputs(result), expected[:4], strict=True):
         torch.testing.assert_close(actual.double(), wanted.double(), atol=tolerance, rtol=tolerance)

@@ -30,6 +30,11 @@ def test_what_comes_back_is_used_again_in_any_shape_that_fits() -> None:
     assert larger.untyped_storage().nbytes() == 5 * 6 * 4
 
 
+def test_it_is_where_the_tensor_is_and_not_on_the_default_device() -> None:
+    with torch.device("meta"):
+        assert _taken(Workspace(), 4, 6).device.type == "cpu"
+
+
 def test_what_waits_can_be_given_back() -> None:
     space = Workspace()
     _taken(space, 50, 6)

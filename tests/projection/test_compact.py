@@ -40,6 +40,16 @@ def test_float32_rows_come_back_bit_for_bit() -> None:
     assert compact.ids.dtype == torch.int32
 
 
+def test_the_default_type_of_tensors_does_not_matter() -> None:
+    few, _ = _rows()
+    expected = CompactLogProbs.pack(few).unpack().log_probs
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(CompactLogProbs.pack(few).unpack().log_probs, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_bytes_are_those_of_the_ids_that_are_there() -> None:
     few, sampled = _rows()
     held = int((few.ids >= 0).sum())
@@ -76,7 +86,8 @@ def test_rows_of_nothing() -> None:
                           torch.zeros_like(few.log_tail))  # fmt: skip
     for options in ({}, {"precision": "float16", "keep_ids": sampled}):
         back = CompactLogProbs.pack(none, **options).unpack()
-        assert back.ids.shape == (3, 20, 0)
+        assert back.ids.shape == (3, 20, 1)  # a place for a maximum over ids
+        assert torch.equal(back.log_probs.amax(-1), torch.full((3, 20), -torch.inf))
         assert torch.equal(back.log_tail, none.log_tail)
     empty = CompactLogProbs.pack(few[:0])
     assert empty.unpack().log_tail.shape == (0, 20)

@@ -115,6 +115,10 @@ def _broken(report: Report, what: str) -> dict[str, Any]:
         "twice": {"ids": _at(ids, (*where, 3), int(ids[where][0]))},
         "vocabulary": {"ids": _at(ids, (*where, 3), V + 7), "vocabulary_size": V},
         "negative": {"ids": _at(ids, (*where, 3), -5), "vocabulary_size": V},
+        "drawn nothing": {"sampled_ids": _at(likeliest, where, -1), "sampled_log_probs": None},
+        "drawn outside": {
+            "sampled_ids": _at(likeliest, where, V), "sampled_log_probs": None, "vocabulary_size": V
+        },
         "mass": {
             "log_probs": _at(log_probs, (*where, 5), 0.0), "sampled_log_probs": None, "sampled_ids": likeliest
         },
@@ -133,6 +137,8 @@ def _broken(report: Report, what: str) -> dict[str, Any]:
         ("twice", "reported twice"),
         ("vocabulary", "the reported id 47 is not in the vocabulary"),
         ("negative", "the reported id 5 is not in the vocabulary"),
+        ("drawn nothing", "the sampled id -1 is not in the vocabulary"),
+        ("drawn outside", "the sampled id 40 is not in the vocabulary"),
         ("mass", "more than 1 by more than rounding"),
         ("missing", "is not among the 6 reported ids and its own log-probability is missing"),
         ("impossible", "so it cannot have been sampled"),
@@ -206,3 +212,14 @@ def test_weights_are_truncated_and_one_under_the_mask() -> None:
     assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
     with pytest.raises(InvalidInputError, match="largest must be positive"):
         truncated_weights(prox, mu, mask, largest=0.0)
+
+
+def test_trimming_an_empty_batch_and_masses_that_are_none() -> None:
+    empty = SampledPolicy.from_report(
+        torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2, 3, dtype=torch.long), torch.zeros(0, 2, 3),
+        torch.ones(0, 2),
+    )  # fmt: skip
+    assert empty.trimmed(0.9).support.ids.shape == (0, 2, 1)
+    for mass in (0.0, -1.0, 2.0, math.nan):
+        with pytest.raises(InvalidInputError, match=r"mass must lie in \(0, 1\]"):
+            empty.trimmed(mass)

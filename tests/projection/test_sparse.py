@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -424,10 +425,12 @@ def test_a_mass_outside_its_range_is_refused(mass: float) -> None:
         SparseLogProbs.from_logits(torch.zeros(2, 5), 2, mass=mass)
 
 
-def test_nan_logits_are_refused_and_counted() -> None:
-    logits = torch.zeros(2, 5)
-    logits[1, 2:4] = math.nan
-    with pytest.raises(InvalidInputError, match=r"\(2, 5\) hold 2 NaN"):
+@pytest.mark.parametrize("broken", [math.nan, math.inf, [-math.inf] * 5])
+def test_rows_that_are_no_distribution_are_refused_and_counted(broken: Any) -> None:
+    logits = torch.zeros(3, 5)
+    logits[1] = torch.tensor(broken) if isinstance(broken, list) else torch.tensor([0, 0, broken, broken, 0])
+    logits[2, 0] = -math.inf
+    with pytest.raises(InvalidInputError, match="the logits of 1 of 3 rows"):
         SparseLogProbs.from_logits(logits, 2)
 
 

@@ -80,12 +80,18 @@ def _build(kind: type, values: Mapping[str, Any], path: str) -> Any:
     for name, value in values.items():
         if name not in hints:
             raise ConfigError(
-                f"Unknown setting {path}{name}.{did_you_mean(name, hints)} Known: {', '.join(sorted(hints))}."
+                f"Unknown setting {path}{name}.{did_you_mean(str(name), hints)} Known: "
+                f"{', '.join(sorted(hints))}."
             )
         if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path}{name} is {value!r}; give settings by name, as {path}{name}.NAME.")
             value = _build(typing.cast(type, hints[name]), value, f"{path}{name}.")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     try:
         return kind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"Settings are missing ({error}). Give the folder of an episodic run.") from error
+        raise ConfigError(
+            f"Settings are missing or of another type ({error}). Mend them, or give the folder of an "
+            "episodic run."
+        ) from error

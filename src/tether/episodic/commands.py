@@ -23,7 +23,12 @@ from tether.experiments.files import atomic_write_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
 from tether.experiments.settings_file import write_settings
-from tether.experiments.statistics import bootstrap_interval, interquartile_mean, proportion_interval
+from tether.experiments.statistics import (
+    Interval,
+    bootstrap_interval,
+    interquartile_mean,
+    proportion_interval,
+)
 
 _DRAWN_MOTIONS = 24
 
@@ -153,9 +158,10 @@ def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[st
     """What the task is judged by, return and roughness: mean and interquartile mean with 95 % intervals.
 
     "success" is at the last step, "success_any" at any. Their intervals are Wilson's, the others are
-    bootstrap intervals over the episodes. Success is left out where another number is the headline: such a
-    task (Hopper Jump) may define none, and 0 would look like a failure. Episodes that lack a number (one that
-    never landed has no landing distance) are left out; "known" counts the rest.
+    bootstrap intervals over the episodes, or None where the episodes do not differ: it would have no width
+    and look like certainty. Success is left out where another number is the headline: such a task (Hopper
+    Jump) may define none, and 0 would look like a failure. Episodes that lack a number (one that never landed
+    has no landing distance) are left out; "known" counts the rest.
     """
     measures = {headline: result.headline(headline)}
     if headline == "success":
@@ -174,10 +180,14 @@ def _measure(values: np.ndarray[Any, np.dtype[np.float64]], is_share: bool) -> d
     return {
         "known": int(known.size),
         "mean": mean.value,
-        "mean_interval": [mean.low, mean.high],
+        "mean_interval": _bounds(mean),
         "interquartile_mean": middle.value,
-        "interquartile_mean_interval": [middle.low, middle.high],
+        "interquartile_mean_interval": _bounds(middle),
     }
+
+
+def _bounds(interval: Interval) -> list[float] | None:
+    return [interval.low, interval.high] if interval.low < interval.high else None
 
 
 def print_evaluation(numbers: dict[str, Any]) -> None:
@@ -198,11 +208,9 @@ def print_evaluation(numbers: dict[str, Any]) -> None:
         for name, found in numbers[policy].items():
             row = [name.replace("_", " ")]
             for key in ("mean", "interquartile_mean"):
-                if found["known"]:
-                    low, high = found[f"{key}_interval"]
-                    row += [f"{found[key]:.4g}", f"{low:.4g} to {high:.4g}"]
-                else:
-                    row += ["unknown", ""]
+                bounds = found.get(f"{key}_interval")
+                row.append(f"{found[key]:.4g}" if found["known"] else "unknown")
+                row.append("{:.4g} to {:.4g}".format(*bounds) if bounds else "")
             table.add_row(*row)
         console.print(table)
 

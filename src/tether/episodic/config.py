@@ -236,6 +236,15 @@ class OnPolicyConfig(GaussianConfig):
     update: UpdateConfig = field(default_factory=UpdateConfig)
     """How an iteration improves the policy."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = {"bbrl": 1, "tce": self.update.segment_points - 1}.get(self.algo, 2)
+        if self.episodes * parts == 1:
+            raise ConfigError(
+                f"{self.algo} normalises the advantages of an iteration, and episodes=1 gives it a single "
+                "one, which becomes 0: nothing is learned. Set episodes to 2 or more."
+            )
+
 
 @dataclass(frozen=True)
 class ReplayConfig:

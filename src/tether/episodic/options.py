@@ -49,6 +49,10 @@ class TrainConfig:
     report_to: tuple[TrackerName, ...] = ()
     """Trackers that get the run's numbers."""
 
+    def __post_init__(self) -> None:
+        """Refuse a run without an iteration, which would leave no checkpoint."""
+        check_at_least_one("until", self.until)
+
     def folder(self) -> Path:
         """Where the run goes."""
         if self.output is not None:

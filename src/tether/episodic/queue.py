@@ -38,6 +38,23 @@ class Study:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the preset, by dotted names: {critic.state_stride: 5}."""
 
+    def __post_init__(self) -> None:
+        """Refuse values of other types, which a file may hold; a lone algorithm or seed is a list of one."""
+        for name in ("algos", "seeds"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
+        until = self.until
+        for name, fits, wanted in (
+            ("preset", isinstance(self.preset, str), "its name"),
+            ("algos", self.algos and all(isinstance(algo, str) for algo in self.algos), "names"),
+            ("seeds", self.seeds and all(type(seed) is int for seed in self.seeds), "whole numbers"),
+            ("until", until is None or (type(until) is int and until >= 1), "a whole number from 1"),
+            ("label", isinstance(self.label, str), "text"),
+            ("settings", _by_name(self.settings), "values by names, as in {critic.state_stride: 5}"),
+        ):
+            if not fits:
+                raise ConfigError(f"A study has {name} = {getattr(self, name)!r}; give {wanted}.")
+
     @property
     def name(self) -> str:
         """Of its folder, and of its grid in the table."""
@@ -74,15 +91,21 @@ def changed(config: EpisodicConfig, settings: Mapping[str, Any]) -> EpisodicConf
         *outer, name = path.split(".")
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"Unknown setting {path}: {part} is {place!r}, with nothing below it.")
         place[name] = value
     return config_from_dict(values)
+
+
+def _by_name(settings: object) -> bool:
+    return isinstance(settings, Mapping) and all(isinstance(name, str) for name in settings)
 
 
 def read_queue(path: Path) -> list[Study]:
     """The studies of a YAML file.
 
     Raises:
-        ConfigError: no list of studies, an unknown key, or a name twice.
+        ConfigError: no list of studies, an unknown key, a value of another type, or a name twice.
     """
     known = {one.name for one in fields(Study)}
     entries = load_yaml(path)
@@ -95,8 +118,10 @@ def read_queue(path: Path) -> list[Study]:
                 raise ConfigError(f"{path}: unknown key {key!r}.{did_you_mean(str(key), known)}")
         if "preset" not in entry:
             raise ConfigError(f"{path}: the study {entry} names no preset.")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-        studies.append(Study(**values))
+        try:
+            studies.append(Study(**entry))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     names = [study.name for study in studies]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{path}: {', '.join(sorted(twice))} occurs twice. Give the studies labels.")

@@ -19,6 +19,7 @@ from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError
 from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
+from tether.experiments.checkpoints import find_damage
 from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
@@ -164,7 +165,8 @@ def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -
         step: which checkpoint; the latest by default.
 
     Raises:
-        CheckpointError: not an episodic run, no such checkpoint, or one of another environment.
+        CheckpointError: not an episodic run, no such checkpoint, a damaged one, or one of another
+            environment.
     """
     run = RunFolder.open(run_path)
     config = load_config(run_path)
@@ -176,8 +178,14 @@ def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -
         raise CheckpointError(
             f"{run_path} was trained in {config.env_id}; its motions mean nothing in {spec.env_id}."
         )
-    learner = build_learner(config, spec)
     chosen = checkpoints[max(checkpoints) if step is None else step]
+    if damage := find_damage(chosen):
+        others = [other for other in checkpoints if other != chosen.step]
+        raise CheckpointError(
+            f"{chosen.path} is damaged: {damage}. Restore the file, or give another step"
+            f"{f' ({others} are there)' if others else ', of which there is none'}."
+        )
+    learner = build_learner(config, spec)
     learner.load_state(_read_state(chosen.path / _STATE_FILE)["agent"])
     return learner
 
@@ -213,9 +221,10 @@ def _to_bytes(state: dict[str, Any]) -> bytes:
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # changed bytes raise almost anything here
         raise CheckpointError(
-            f"{path} is not a training state ({type(error).__name__}). Resume from another checkpoint."
+            f"{path} is not a training state ({type(error).__name__}). Use another checkpoint."
         ) from error
-    assert isinstance(state, dict)
+    if not isinstance(state, dict) or not state.keys() >= {"agent", "sampler", "env_steps"}:
+        raise CheckpointError(f"{path} holds no state of a training. Use another checkpoint.")
     return state

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from tether.errors import CheckpointError, InvalidInputError, TetherWarning
+from tether.errors import CheckpointError, InvalidInputError, warn
 from tether.experiments.files import atomic_write_json, load_json, sync_folder
 
 Damaged = Literal["refuse", "skip"]
@@ -127,10 +126,8 @@ def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpo
                 f"{newest.path} is damaged: {damage}. Restore the file; or delete the folder, or skip "
                 f"damaged checkpoints, to go on from {before}."
             )
-        warnings.warn(
+        warn(
             f"{newest.path} is damaged ({damage}) and passed over; going on from {before}.",
-            TetherWarning,
-            stacklevel=3,
         )
     return None
 

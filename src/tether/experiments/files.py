@@ -110,6 +110,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in iterate_json_lines(path)]
 
 
+def read_measurements(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's numbers, as `read_json_lines` gives them, each with its step."""
+    records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("step"), int):
+            raise CheckpointError(
+                f"Line {number} of {path} is damaged (its step is {record.get('step')!r}). "
+                "Delete that line, or restore the file."
+            )
+    return records
+
+
 def iterate_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Pairs (the line's own bytes, its object) of the complete lines of a JSON-lines file."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tether.errors import InvalidInputError, MissingDependencyError
-from tether.experiments.files import read_json_lines
+from tether.experiments.files import read_measurements
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,7 +190,7 @@ class SeveralRuns:
         step = 0
         numbers: dict[str, float] = {}
         for file in ("metrics.jsonl", "eval.jsonl"):
-            lines = read_json_lines(self._runs[name][0] / file)
+            lines = read_measurements(self._runs[name][0] / file)
             if lines:
                 numbers |= {key: value for key, value in lines[-1].items() if key in self._displayed}
                 step = max(step, int(lines[-1]["step"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tether.errors import CheckpointError, InvalidInputError, TetherWarning
-from tether.experiments.files import TEMPORARY_PREFIX, FolderLock
+from tether.errors import CheckpointError, InvalidInputError, warn
+from tether.experiments.files import TEMPORARY_PREFIX, FolderLock, load_json
 from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
 from tether.experiments.run_kind import Settings
 
@@ -68,11 +67,9 @@ def resumed_config(
             for name in names
             if old.versions.get(name) != asked.versions.get(name)
         ]
-        warnings.warn(
+        warn(
             f"{path} was started with other versions ({', '.join(moved)}); the resumed run may differ in its "
-            "numbers. Install the old versions for an exact continuation.",
-            TetherWarning,
-            stacklevel=3,
+            "numbers. Install the old versions for an exact continuation."
         )
     if differences(old, asked):  # only settings allowed to change, such as more steps
         (path / FINISHED_FILE).unlink(missing_ok=True)
@@ -124,6 +121,21 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def read_end(folder: Path) -> dict[str, Any]:
+    """What a finished run noted at its end.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    file = folder / FINISHED_FILE
+    try:
+        return dict(load_json(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}). Restore it, or delete it and let --resume finish the run again."
+        ) from error
 
 
 def as_number(name: str, value: object) -> float | int | bool:

@@ -26,6 +26,7 @@ from tether.experiments.files import (
     iterate_json_lines,
     load_json,
     read_json_lines,
+    read_measurements,
     write_all,
 )
 from tether.experiments.peak_memory import peak_at_end
@@ -34,6 +35,7 @@ from tether.experiments.run_start import (
     FINISHED_FILE,
     as_number,
     check_target,
+    read_end,
     resumed_config,
 )
 from tether.experiments.trackers import Trackers
@@ -199,8 +201,9 @@ class RunFolder:
     def save_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """Write the sampled responses of a step to ``samples/step-000050.jsonl``, whole or not at all.
 
-        A row is ``{"prompt": str, "reference": str, "reward": float, "tokens": [{"text": str, "kl": float,
-        "projected": bool, "log_prob": float, "old_log_prob": float}, ...]}``; more keys are kept.
+        A row is ``{"prompt": str, "reference": str, "reward": float, "correct": bool, "tokens": [{"text":
+        str, "kl": float, "projected": bool, "log_prob": float, "old_log_prob": float}, ...]}``; more keys
+        are kept.
         """
         self._check_writable()
         target = self.path / "samples" / f"{step_name(step)}.jsonl"
@@ -222,10 +225,7 @@ class RunFolder:
 
     def end(self) -> dict[str, Any]:
         """What `mark_finished` noted: the time, seconds of training, the peak of memory; nothing before."""
-        if not self.finished:
-            return {}
-        content: dict[str, Any] = load_json((self.path / FINISHED_FILE).read_bytes())
-        return content
+        return read_end(self.path) if self.finished else {}
 
     @property
     def elapsed(self) -> float:
@@ -234,11 +234,11 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a line still being written is left out."""
-        return read_json_lines(self.path / METRICS_FILE)
+        return read_measurements(self.path / METRICS_FILE)
 
     def evals(self) -> list[dict[str, Any]]:
         """The lines of ``eval.jsonl``."""
-        return read_json_lines(self.path / EVAL_FILE)
+        return read_measurements(self.path / EVAL_FILE)
 
     def sample_steps(self) -> list[int]:
         """The steps with sampled responses, in order."""
@@ -380,7 +380,7 @@ class RunFolder:
         seconds = 0.0
         self._last_step.clear()
         for name in (METRICS_FILE, EVAL_FILE):
-            records = read_json_lines(self.path / name)
+            records = read_measurements(self.path / name)
             if records:
                 self._last_step[name] = int(records[-1]["step"])
                 seconds = max(seconds, float(records[-1].get("time_s", 0.0)))

@@ -59,14 +59,14 @@ def load_yaml(path: Path) -> Any:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
         raise ConfigError(f"The settings file {path} cannot be read ({error.strerror}).") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, or a date that does not exist
+        raise ConfigError(f"The settings file {path} is not valid YAML in UTF-8: {error}") from error
 
 
 def _options(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in settings.items():
         name = str(key).replace("_", "-")
-        if isinstance(value, Mapping) and key.endswith("_options"):
+        if isinstance(value, Mapping) and name.endswith("-options"):
             # A free-form mapping is one option with keys and values in turn.
             yield f"--{prefix}{name}"
             for inner, setting in value.items():

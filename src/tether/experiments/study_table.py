@@ -122,12 +122,18 @@ class StudyTable:
             unfinished: take runs that were stopped early, too.
 
         Raises:
-            CheckpointError: an unfinished run; a damaged table.
+            CheckpointError: an unfinished run; two runs of one name; a damaged table.
         """
-        new = {(grid, run.path.name): run if every_step else at_evaluations(run) for run in runs}
-        for run in new.values():
+        new: dict[Key, RunData] = {}
+        for run in runs:
             if not run.finished and not unfinished:
                 raise CheckpointError(f"The run {run.path} is not finished, so it cannot be kept yet.")
+            other = new.setdefault((grid, run.path.name), run if every_step else at_evaluations(run))
+            if other.path != run.path:
+                raise CheckpointError(
+                    f"{other.path} and {run.path} have one name, which the grid {grid} of a table can hold "
+                    "once. Rename one of them, or collect the folders they are in as two grids."
+                )
         if not new:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +151,7 @@ class StudyTable:
             rows = _read_rows(self.path)
             wanted = {key: found for key, found in rows.items() if grid in (None, key[0])}
             return {key: self._run(key, settings[key], found) for key, found in wanted.items()}
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
             raise CheckpointError(
                 f"{self.path} and {self.settings_path.name} are not what was written ({error!r}). "
                 "Restore both."
@@ -255,7 +261,9 @@ def _read_rows(path: Path) -> dict[Key, _Rows]:
     found: dict[Key, _Rows] = {}
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.reader(file)
-        header = next(lines)
+        header = next(lines, None)
+        if header is None:
+            raise ValueError("the table is empty")
         place = {name: index for index, name in enumerate(header)}
         groups = [
             [(index, name.removeprefix(prefix)) for name, index in place.items() if name.startswith(prefix)]

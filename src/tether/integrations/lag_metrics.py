@@ -1,7 +1,9 @@
-"""How far the network is from its sampler, by the age of the data; and metrics of all processes."""
+"""How far the network is from its sampler, by the age of the data; and metrics of all processes and
+micro-batches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -80,3 +82,30 @@ def by_process(
     counted_by, acted_by, *columns = accelerator.gather(row[None]).t().tolist()
     for name, values in zip(metrics, columns, strict=True):
         yield name, values, acted_by if name == "mean_step" else counted_by
+
+
+def weighted_mean(name: str, values: list[float], weights: list[float]) -> float:
+    """Over processes. Where nothing weighs anything all report the same default; no step was made by none."""
+    total = sum(weights)
+    if total == 0:
+        return math.nan if name == "mean_step" else values[0]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def largest_of_logged(metrics: Mapping[str, list[float]]) -> None:
+    """Before TRL averages over the micro-batches since the last log: largest values stay the largest.
+
+    The mean step is over micro-batches in which some token was projected; 1 if there was none.
+
+    >>> logged = {"trust_region/kl_max": [0.1, 0.7], "trust_region/mean_step": [0.5, math.nan]}
+    >>> largest_of_logged(logged)
+    >>> logged
+    {'trust_region/kl_max': [0.7], 'trust_region/mean_step': [0.5]}
+    """
+    for name, values in metrics.items():
+        if not name.startswith("trust_region/") or not values:
+            continue
+        if name.endswith("_max") or name == "trust_region/lag":
+            values[:] = [max(values)]
+        elif name == "trust_region/mean_step":
+            values[:] = [value for value in values if value == value] or [1.0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.errors import StaleSamplerError, TetherWarning
+from tether.errors import StaleSamplerError, warn
 from tether.integrations.sampler_reports import at_reported_ids
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import loss_mask
@@ -99,10 +98,8 @@ class Mismatch:
         if self._first is None:
             self._first = mean
         elif mean > max(_UNUSUAL * self._first, _SINGLE.usual):
-            warnings.warn(
+            warn(
                 f"{finding}; after the first transfer it was {self._first:.2g}. {_CAUSES}",
-                TetherWarning,
-                stacklevel=3,
             )
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tether.errors import MissingDependencyError, TetherWarning
+from tether.errors import MissingDependencyError, warn
 
 #: Functions that are called or overridden, as "module:name", and their parameters. A last "..." lets others
 #: follow.
@@ -72,10 +71,8 @@ def require(plugin: str, tested: Tested, version: str, troubles: list[str]) -> N
             f"Install a tested one with: pip install '{tested.package}=={tested.newest}'"
         )
     if not tested.covers(version):
-        warnings.warn(
+        warn(
             f"{known}. Everything the plug-in stands on is where it was, but nobody has trained with it.",
-            TetherWarning,
-            stacklevel=3,
         )
 
 

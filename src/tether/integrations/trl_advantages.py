@@ -170,7 +170,21 @@ class EstimatorTrainer(ResumableTrainer):
         if self.estimator is not None and self.model.training:  # TRL's loss of an evaluation is not looked at
             assert rewards is not None
             output["advantages"] = self.estimator.advantages(self, rewards, output)
+            if self.log_completions:
+                self._log_advantages(output)
         return output
+
+    def _log_advantages(self, output: dict[str, Any]) -> None:
+        """In TRL's table of completions, where its own stand: means over a response where tokens differ."""
+        advantages = output["advantages"]
+        if advantages.dim() == 2:
+            mask = loss_mask(output)
+            advantages = (advantages * mask).sum(1) / mask.sum(1).clamp_min(1)
+        everyone = self.accelerator.gather(advantages).tolist()
+        logged = self._logs["advantages"]
+        for _ in everyone:
+            logged.pop()
+        logged.extend(everyone)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self.estimator is not None and self.model.training:

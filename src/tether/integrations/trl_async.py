@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from tether.errors import ConfigError, InvalidInputError, TetherWarning
+from tether.errors import ConfigError, InvalidInputError, warn
 from tether.integrations.trl_async_base import PackedPass, RecordedTrainer, truncates
 from tether.integrations.trl_card import PAPER
 from tether.losses import troll_objective
@@ -55,11 +54,9 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
                 f"troll_top_k={self.top_k}."
             )
         if self.repetition_penalty != 1.0:
-            warnings.warn(
+            warn(
                 f"repetition_penalty={self.repetition_penalty} makes the sampler another policy than the "
-                "network it is compared with. Leave it at 1 while training.",
-                TetherWarning,
-                stacklevel=3,
+                "network it is compared with. Leave it at 1 while training."
             )
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
@@ -20,7 +19,7 @@ from torch import Tensor
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 from trl.experimental.async_grpo.packing import TreeRow
 
-from tether.errors import EngineError, TetherWarning
+from tether.errors import EngineError, warn
 from tether.integrations.sampler_check import Mismatch, explained
 from tether.integrations.sampler_reports import Reported
 from tether.integrations.trl_async_records import CheckedRecords, RecordCollator, SamplerRecords
@@ -118,12 +117,10 @@ class TransferCheck:
         except EngineError:
             self._server.check(self._server.silence / 2)  # or it is only busy
             if not self._warned:
-                warnings.warn(
+                warn(
                     "The vLLM server is too busy to be asked for a few tokens after new weights, so it is "
                     "not checked whether it has them. Give it room for more sequences than are under way "
-                    "(--max-num-seqs).",
-                    TetherWarning,
-                    stacklevel=2,
+                    "(--max-num-seqs)."
                 )
                 self._warned = True
             return []
@@ -152,6 +149,8 @@ class TransferCheck:
         collate = RecordCollator(DataCollatorForRollout(trainer.processing_class.pad_token_id))
         inputs = {name: value.to(trainer.accelerator.device) for name, value in collate([[row]]).items()}
         sink, trainer._metrics = trainer._metrics, {"train": defaultdict(list)}
+        # What TRL counts of a step's training data, for its rates.
+        counted = {name: value for name, value in vars(trainer).items() if name.startswith("_step_")}
         training = trainer.model.training
         trainer.model.eval()
         try:
@@ -159,6 +158,7 @@ class TransferCheck:
         finally:
             trainer.model.train(training)
             trainer._metrics = sink
+            vars(trainer).update(counted)
         mass = old.log_probs.exp()
         apart = torch.where(mass > 0, mass * (old.log_probs - seen.log_probs).abs(), 0.0)
         return float((apart.sum(-1) / mass.sum(-1)).mean())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, TetherWarning
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, warn
 from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
 
 try:
@@ -195,39 +194,42 @@ def _check_combinations(config: TROLLConfig) -> None:
             "off_policy_mask_threshold would judge sequences by their projected log-probabilities, which "
             "never leave the trust region. Leave it unset; the projection already bounds each token."
         )
-    changed = _reshaped_sampling(config)
-    if config.troll_anchor == "sampler":  # which renormalises the network on what truncation keeps
-        changed = {name: value for name, value in changed.items() if name not in ("top_p", "top_k", "min_p")}
+    warn_of_reshaped_sampling(config, config.troll_anchor)
+
+
+# Settings under which tokens are not drawn from the distribution that is scored, of Transformers' generation
+# and of vLLM, with the values that change nothing. Truncation is what a region around the sampler allows for.
+_TRUNCATING: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+_RESHAPING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (None, 0.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("min_new_tokens", "min_length", "min_tokens"), (None, 0)),
+    **dict.fromkeys(("bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), (None, [])),
+    **dict.fromkeys(("sequence_bias", "logit_bias", "allowed_token_ids"), (None,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (None,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
+    "guidance_scale": (None, 1.0),
+    "num_beams": (None, 1),
+    "do_sample": (None, True),
+}
+# What TRL tells Transformers in every case; the rest is left to the model's own settings.
+_TOLD_BY_TRL = ("top_p", "top_k", "repetition_penalty", "do_sample")
+
+
+def warn_of_reshaped_sampling(config: GRPOConfig, anchor: Anchor) -> None:
+    """Warn if tokens are not drawn from the distribution whose log-probabilities are compared."""
+    given = {name: getattr(config, name) for name in (*_TRUNCATING, "repetition_penalty")}
+    given.update(config.generation_kwargs or {})
+    neutral = _RESHAPING | (_TRUNCATING if anchor == "trainer" else {})
+    neutral["temperature"] = (None, config.temperature)  # what the scores are divided by
+    changed = {name: v for name, v in given.items() if name in neutral and v not in neutral[name]}
     if changed:
-        warnings.warn(
+        warn(
             f"{changed} make the sampler a different policy than the one whose log-probabilities are "
             "compared: samples are drawn from a truncated or reshaped distribution, ratios are those of the "
-            "whole one. Leave these settings at their defaults while training.",
-            TetherWarning,
-            stacklevel=4,
+            "whole one. Leave these settings at their defaults while training."
         )
-
-
-def _reshaped_sampling(config: TROLLConfig) -> dict[str, Any]:
-    """The settings under which tokens are not drawn from the distribution that is scored."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    chosen = {name: getattr(config, name) for name in neutral}
-    neutral["temperature"] = config.temperature  # what the scores are divided by
-    chosen.update({n: v for n, v in (config.generation_kwargs or {}).items() if n in neutral})
-    return {name: value for name, value in chosen.items() if value not in (neutral[name], None)}
-
-
-# What TRL leaves to the model's own generation settings unless it is told: what reshapes nothing.
-_UNSHAPED_BY_THE_MODEL: dict[str, tuple[Any, ...]] = {
-    "min_p": (None, 0.0),
-    "no_repeat_ngram_size": (None, 0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "sequence_bias": (None,),
-}
 
 
 def warn_of_generation_settings(model: Any, config: GRPOConfig) -> None:
@@ -238,14 +240,12 @@ def warn_of_generation_settings(model: Any, config: GRPOConfig) -> None:
     given = {**(config.generation_kwargs or {}), **({} if config.min_p is None else {"min_p": config.min_p})}
     changed = {
         name: getattr(settings, name, None)
-        for name, unshaped in _UNSHAPED_BY_THE_MODEL.items()
-        if name not in given and getattr(settings, name, None) not in unshaped
+        for name, neutral in (_RESHAPING | _TRUNCATING).items()
+        if name not in given and name not in _TOLD_BY_TRL and getattr(settings, name, None) not in neutral
     }
     if changed:
-        warnings.warn(
+        warn(
             f"The model's own generation settings {changed} make the sampler a different policy than the one "
             "whose log-probabilities are compared. Reset them before training, as in "
-            f"model.generation_config.{next(iter(changed))} = None.",
-            TetherWarning,
-            stacklevel=4,
+            f"model.generation_config.{next(iter(changed))} = None."
         )

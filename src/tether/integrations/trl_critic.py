@@ -41,10 +41,10 @@ class CriticOptions:
     before learning from them: 1 is perfect, 0 no better than a constant), `critic/clipped` and
     `critic/grad_norm`. Checkpoints hold the critic and its optimizer; a resumed run goes on bit for bit.
 
-    One process only, since the critic is no part of what DDP or FSDP wraps.
+    One process only, since the critic is no part of what DDP or FSDP wraps, and models of text.
 
     Raises:
-        ConfigError: a value out of range, or several processes.
+        ConfigError: a value out of range, several processes, or a model that reads more than text.
         CheckpointError: on resuming from a checkpoint without a critic.
 
     Source: PPO (arXiv 1707.06347), GAE (arXiv 1506.02438).
@@ -131,6 +131,11 @@ class Critic(Estimator):
             raise ConfigError(
                 f"A critic is trained in one process, this is one of {trainer.accelerator.num_processes}. "
                 "Start without a launcher, or choose an estimator without a critic, such as rloo."
+            )
+        if getattr(trainer, "_is_vlm", False):
+            raise ConfigError(
+                "A critic reads text alone, and this model reads more. Choose an estimator without a critic, "
+                "such as rloo."
             )
         self.options = options
         model = ValueModel(trainer.model, pack_sequences=trainer.pack_sequences)

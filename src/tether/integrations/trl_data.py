@@ -7,18 +7,18 @@ without any step, which TRL reports as a missing `max_steps`, or not at all.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sized
+from dataclasses import fields
 from typing import Any
 
 # First, because it says what to install where TRL is missing or has moved.
-from tether.integrations.trl_config import TROLLConfig  # noqa: F401
+from tether.integrations.trl_config import TROLLConfig
 
 # isort: split
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from tether.errors import ConfigError, TetherWarning
+from tether.errors import ConfigError, warn
 from tether.integrations import trl_seam
 
 trl_seam.check()
@@ -31,7 +31,7 @@ class FittedTrainer(GRPOTrainer):
     """`GRPOTrainer` that looks at the sizes of its data sets before it uses them.
 
     Raises:
-        ConfigError: a set that fills no batch, with the numbers.
+        ConfigError: a set that fills no batch, with the numbers; settings of another trainer's.
     """
 
     _config_class: type[GRPOConfig] = GRPOConfig
@@ -45,8 +45,27 @@ class FittedTrainer(GRPOTrainer):
         *rest: Any,
         **kwargs: Any,
     ) -> None:
-        args = fit_to_data(self._settings(model, args), train_dataset)
+        args = self._settings(model, args)
+        self._check_read(args)
+        args = fit_to_data(args, train_dataset)
         super().__init__(model, reward_funcs, args, train_dataset, *rest, **kwargs)
+
+    @classmethod
+    def _check_read(cls, args: Any) -> None:
+        """Refuse what TROLLTrainer would read and this trainer does not."""
+        if not isinstance(args, TROLLConfig) or issubclass(cls._config_class, TROLLConfig):
+            return
+        unread = {
+            field.name: getattr(args, field.name)
+            for field in fields(args)
+            if field.name.startswith("troll_") and getattr(args, field.name) != field.default
+        }
+        if unread:
+            raise ConfigError(
+                f"{unread} are settings of TROLLTrainer, and {cls.__name__} does not read them. Give it "
+                "keywords instead: anchor, sampler_weight, sampler_tolerance, support_top_k, support_mass, "
+                "pack_sequences."
+            )
 
     @classmethod
     def _settings(cls, model: Any, args: Any) -> Any:
@@ -93,13 +112,11 @@ def fit_to_data(config: GRPOConfig, dataset: Any) -> GRPOConfig:
     if getattr(config, "updates_by_default", False) and updates:
         smaller = _with_steps(config, updates * config.gradient_accumulation_steps)
         taken = smaller.generation_batch_size // config.num_generations
-        warnings.warn(
+        warn(
             f"{_shortage(config, prompts, needed)} Each batch of rollouts is made of {taken} prompts and "
             f"serves {updates} update{'s' if updates > 1 else ''} instead "
             f"(steps_per_generation={smaller.steps_per_generation}). For more updates on each batch set "
-            f"num_iterations, which makes several passes over it.{_leftover(config, prompts, taken)}",
-            TetherWarning,
-            stacklevel=3,
+            f"num_iterations, which makes several passes over it.{_leftover(config, prompts, taken)}"
         )
         return smaller
     remedy = (
@@ -199,11 +216,9 @@ def _with_steps(config: GRPOConfig, steps: int) -> GRPOConfig:
 
 def _warn_of_leftover(config: GRPOConfig, prompts: int, taken: int) -> None:
     if prompts % taken >= _NOTABLE_SHARE * prompts:
-        warnings.warn(
+        warn(
             f"The data set has {prompts} prompts, and a batch of rollouts takes {taken} ({_batch(config)})."
-            f"{_leftover(config, prompts, taken)} Choose steps_per_generation so that fewer are left.",
-            TetherWarning,
-            stacklevel=4,
+            f"{_leftover(config, prompts, taken)} Choose steps_per_generation so that fewer are left."
         )
 
 

@@ -27,7 +27,7 @@ class StoppableTrainer(EstimatorTrainer):
     skipped; a checkpoint holds whether the rest of its batch is.
 
     Raises:
-        ConfigError: not a positive number, updates that span batches, or DeepSpeed.
+        ConfigError: not a positive number, updates that span batches, DeepSpeed, or fp16.
 
     Source: early stopping as in PPO's implementation of OpenAI Spinning Up; for TROLL not in the paper.
     """
@@ -47,6 +47,11 @@ class StoppableTrainer(EstimatorTrainer):
             raise ConfigError(
                 f"kl_stop={self.kl_stop} withholds an update after its last backward pass, and DeepSpeed has "
                 "made it by then. Train with DDP or FSDP, or without kl_stop."
+            )
+        if self.accelerator.mixed_precision == "fp16":
+            raise ConfigError(
+                f"kl_stop={self.kl_stop} withholds updates, and fp16's loss scaling needs a gradient at "
+                "each. Train in bf16, or without kl_stop."
             )
         together, size = self.args.gradient_accumulation_steps, self._micro_batches_a_rollout
         if size % together:

@@ -48,20 +48,28 @@ class LaggedTrainer(StoppableTrainer):
         #: Trained weights by the optimizer step they are of, oldest first.
         self._versions: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; the samplers of an earlier call are forgotten."""
+        self._versions.clear()
+        return super().train(*args, **kwargs)
+
     def _check_lag(self) -> None:
         if isinstance(self.lag, bool) or not isinstance(self.lag, int) or self.lag < 0:
             raise ConfigError(f"lag counts updates, an integer from 0; got {self.lag!r}.")
         if self.lag and self.num_iterations != 1:
             raise ConfigError(
                 f"num_iterations={self.num_iterations} would use each stale batch several times, and its "
-                "age would be "
-                "no longer the lag. Set it to 1."
+                "age would be no longer the lag. Set it to 1."
             )
         if self.lag and self.use_vllm:
             raise ConfigError(
                 f"lag={self.lag} keeps old weights of the trainer's to sample from, and vLLM has its own. "
-                "Use "
-                "Transformers for rollouts, or an asynchronous trainer."
+                "Use Transformers for rollouts, or an asynchronous trainer."
+            )
+        if (self.lag or self.sampler_dtype) and self.rollout_func is not None:
+            raise ConfigError(
+                f"lag={self.lag} and sampler_dtype={self.sampler_dtype} are of the responses that this "
+                "trainer writes, and a rollout_func writes its own. Leave one of them out."
             )
         if self.sampler_dtype is not None and self.use_vllm:
             raise ConfigError(
@@ -157,7 +165,6 @@ class LaggedTrainer(StoppableTrainer):
                 "lag=0. Continue with the same lag, or begin a new run."
             )
         device = str(self.accelerator.device)
-        self._versions.clear()
         with safe_open(file, framework="pt", device=device) as opened:
             for key in sorted(opened.keys(), key=lambda key: int(key.partition("/")[0])):
                 version, _, name = key.partition("/")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tether.errors import CheckpointError, TetherWarning
+from tether.errors import CheckpointError, warn
 from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.trl_data import FittedTrainer
 from tether.integrations.trl_old_policy import pack, packed_from_tensors, packed_to_tensors
@@ -73,6 +72,11 @@ class ResumableTrainer(FittedTrainer):
         """Optimizer steps on a batch of rollouts; at least one."""
         return max(1, self._micro_batches_a_rollout // int(self.args.gradient_accumulation_steps))
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; what is left of a batch of rollouts from an earlier call is not learned from."""
+        self._step, self._buffered_inputs = 0, None
+        return super().train(*args, **kwargs)
+
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
 
@@ -91,7 +95,6 @@ class ResumableTrainer(FittedTrainer):
         if checkpoint is None:
             return
         self._skip_drawn_epochs(Path(checkpoint))
-        self._step, self._buffered_inputs = 0, None
         file = _file(Path(checkpoint), self)
         if not file.is_file():
             self._refuse_inside_a_batch(Path(checkpoint))
@@ -160,11 +163,9 @@ def save_rollouts(file: Path, batch: RolloutBatch, settings: dict[str, int]) -> 
     try:
         notes = json.dumps({"settings": settings, "done": batch.done, "others": others})
     except TypeError as error:
-        warnings.warn(
+        warn(
             f"The rollouts in use cannot be written down ({error}), so a run cannot be resumed from this "
-            "checkpoint. Let save_steps be a multiple of the updates on each batch of rollouts.",
-            TetherWarning,
-            stacklevel=2,
+            "checkpoint. Let save_steps be a multiple of the updates on each batch of rollouts."
         )
         return
     file.parent.mkdir(parents=True, exist_ok=True)

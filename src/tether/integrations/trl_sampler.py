@@ -8,14 +8,13 @@ likeliest ids besides, and the records follow their tokens through TRL's lists (
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, get_args
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
-from tether.errors import ConfigError, TetherWarning
+from tether.errors import ConfigError, warn
 from tether.integrations.decoding import decode
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import (
@@ -80,13 +79,10 @@ class ReportingTrainer(LaggedTrainer):
             reload_weights(self.vllm_generation)
         if not self._reports:
             if self.lag:
-                warnings.warn(
+                warn(
                     f"Completions are sampled {self.lag} updates ago and the trust region is around the "
-                    "present "
-                    "policy, which sampled none of them. Set anchor='sampler', or sampler_weight=2 to weigh "
-                    "by it.",
-                    TetherWarning,
-                    stacklevel=4,
+                    "present policy, which sampled none of them. Set anchor='sampler', or sampler_weight=2 "
+                    "to weigh by it."
                 )
             return
         if self.use_transformers_continuous_batching:
@@ -95,6 +91,8 @@ class ReportingTrainer(LaggedTrainer):
                 f"anchor={self.anchor!r} with sampler_weight={self.sampler_weight} needs. Leave it off, or "
                 "use vLLM."
             )
+        if (beams := (self.args.generation_kwargs or {}).get("num_beams", 1)) != 1:
+            raise ConfigError(f"num_beams={beams} searches, and samples from no distribution. Set it to 1.")
         self._truncates = _truncates(self)
         if self._truncates and self.beta != 0.0:
             raise ConfigError(
@@ -144,6 +142,7 @@ class ReportingTrainer(LaggedTrainer):
         return said, None if recorder is None else recorder.records(said)
 
     def _generate(self, prompts: Any) -> Any:
+        self._version = int(self.state.global_step)  # unless older weights are put in their place
         output = super()._generate(prompts)
         if self._reports:
             self._reported = output[4]  # a list of log-probabilities for each completion
@@ -258,6 +257,7 @@ def _check_compact(trainer: Any) -> None:
     against = {
         "vLLM writes the responses (use_vllm=True)": trainer.use_vllm,
         "use_transformers_continuous_batching=True": trainer.use_transformers_continuous_batching,
+        "a rollout_func writes the responses": trainer.rollout_func is not None,
         f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
         f"sampling is truncated ({_truncates(trainer)})": bool(_truncates(trainer)),
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,

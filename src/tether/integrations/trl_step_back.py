@@ -46,13 +46,14 @@ class StepBackOptions:
     `step_back/passes`. A checkpoint between two updates on a batch holds the old weights in
     `step_back-<process>.safetensors`.
 
-    Works with every trust region and estimator, under DDP and FSDP2, with LoRA (the adapters move), gradient
-    accumulation and packing. With a method that keeps a few likely ids alone, the hidden states of the
-    response tokens are kept as well. Dropout would be measured as divergence.
+    Works with every trust region and estimator around the trainer's own policy, under DDP and FSDP2, with
+    LoRA (the adapters move), gradient accumulation and packing. With a method that keeps a few likely ids
+    alone, the hidden states of the response tokens are kept as well. Dropout would be measured as divergence.
 
     Raises:
-        ConfigError: settings out of range; a batch that serves one update, or updates that span batches;
-            DeepSpeed, FSDP1 or a schedule-free optimizer, which keep weights of their own.
+        ConfigError: settings out of range; the sampler as the anchor; a batch that serves one update, or
+            updates that span batches; DeepSpeed, FSDP1 or a schedule-free optimizer, which keep weights of
+            their own.
         CheckpointError: on resuming inside a batch without the old weights.
 
     Example:
@@ -201,6 +202,12 @@ def _evaluate(trainer: Any, inputs: dict[str, Any], old: OldTokens) -> Evaluatio
 
 
 def _check_trainer(trainer: Any, options: StepBackOptions) -> None:
+    if trainer.anchor == "sampler":
+        raise ConfigError(
+            "step_back measures the network against the hidden states of the old policy, and "
+            'anchor="sampler" makes no pass that has them. Use anchor="trainer", or kl_stop, which reads the '
+            "records."
+        )
     together, micro_batches = trainer.args.gradient_accumulation_steps, trainer._micro_batches_a_rollout
     if micro_batches % together:
         raise ConfigError(

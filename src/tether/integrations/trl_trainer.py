@@ -35,7 +35,7 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tether.integrations.exact_head import HeadSnapshot, OldTokens, take_snapshot
-from tether.integrations.lag_metrics import by_process, lag_metrics
+from tether.integrations.lag_metrics import by_process, lag_metrics, largest_of_logged, weighted_mean
 from tether.integrations.one_pass_head import LossOfTokens
 from tether.integrations.packing import Packing, add_packing
 from tether.integrations.sampler_reports import at_reported_ids
@@ -120,7 +120,8 @@ class OldPolicyTrainer(ReportingTrainer):
         self.support_top_k, self.support_mass = support_top_k, support_mass
         self.pack_sequences = pack_sequences
         super().__init__(*args, **kwargs)
-        self._recorded: list[Recorded] | None = None  # while fresh completions are scored
+        self._recording = False  # while fresh completions are scored
+        self._recorded: Recorded | None = None
         self._old_head: HeadSnapshot | None = None
         #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
         self.rollout_rows: list[dict[str, Any]] = []
@@ -142,7 +143,7 @@ class OldPolicyTrainer(ReportingTrainer):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._recorded = []
+        self._recording, self._recorded = True, None
         training = self.model.training  # an evaluation in between leaves the rollouts in use alone
         if training:
             self._old_head = None  # before the next one is taken, and before generation needs the memory
@@ -157,7 +158,7 @@ class OldPolicyTrainer(ReportingTrainer):
                     self.rollout_rows = list(inputs)
                     self._old_head = self._snapshot() if self.keep_hidden and self.keep_head else None
         finally:
-            self._recorded = None
+            self._recording, self._recorded = False, None
         return output
 
     def _old_policy(self, output: dict[str, Any]) -> Recorded | None:
@@ -178,11 +179,10 @@ class OldPolicyTrainer(ReportingTrainer):
     def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
         """Where the old policy's log-probabilities came from: the first pass through the model.
 
-        With adapters the reference policy goes through the same model, but after the old one. What an
-        override makes of the log-probabilities that it gets from here is its own business.
+        What an override makes of the log-probabilities that it gets from here is its own business.
         """
-        if self._recorded and self._recorded[0].log_probs.shape == log_probs.shape:
-            return self._recorded[0]
+        if self._recorded is not None and self._recorded.log_probs.shape == log_probs.shape:
+            return self._recorded
         raise TetherError(
             "TRL has the old policy's log-probabilities, but the model was not evaluated here for them, so "
             "there is nothing to project on. An override of _get_per_token_logps_and_entropies must call "
@@ -217,7 +217,8 @@ class OldPolicyTrainer(ReportingTrainer):
             return self._reported_log_probs(input_ids, logits_to_keep), None, None
         of_trl = super()._get_per_token_logps_and_entropies
         packing = {"pack_sequences": self.pack_sequences} if self.pack_sequences else {}
-        recording = self._recorded is not None and model is self.model
+        # With adapters the reference policy goes through the same model, after the old one.
+        recording = self._recording and self._recorded is None and model is self.model
         if isinstance(model, Evaluation):
             evaluation = model
         elif recording:
@@ -229,8 +230,8 @@ class OldPolicyTrainer(ReportingTrainer):
             evaluation, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
         evaluation.keep(log_probs, entropies)
-        if recording and self._recorded is not None:
-            self._recorded.append(Recorded.of(evaluation))
+        if recording:
+            self._recorded = Recorded.of(evaluation)
         return (log_probs, entropies, *rest)
 
     @property
@@ -333,11 +334,16 @@ class OldPolicyTrainer(ReportingTrainer):
         mode = "train" if self.model.training else "eval"
         sink = self._metrics[mode]
         for name, values, weights in by_process(self.accelerator, metrics, tokens, mask):
-            combined = max(values) if name.endswith("_max") else _weighted_mean(values, weights)
+            combined = max(values) if name.endswith("_max") else weighted_mean(name, values, weights)
             sink[f"trust_region/{name}"].append(combined)
         if self.anchor == "sampler" and mode == "train":
             for name, mean in lag_metrics(self.accelerator, tokens, self._lag(inputs), mask).items():
                 sink[f"trust_region/{name}"].append(mean)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As TRL's, which averages over micro-batches."""
+        largest_of_logged(self._metrics["train" if self.model.training else "eval"])
+        super().log(logs, *args, **kwargs)
 
 
 class ObjectiveTrainer(OldPolicyTrainer):
@@ -380,11 +386,3 @@ class ObjectiveTrainer(OldPolicyTrainer):
         if training:
             items = items * accumulation / self.args.steps_per_generation
         return loss_mask(inputs).sum().clamp(min=1.0) / items
-
-
-def _weighted_mean(values: list[float], weights: list[float]) -> float:
-    """Over processes; where nothing weighs anything, every process reports the same default."""
-    total = sum(weights)
-    if total == 0:
-        return values[0]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
 
-from tether.errors import TetherWarning
-from tether.integrations.trl_config import warn_of_generation_settings
+from tether.errors import warn
+from tether.integrations.trl_config import TROLLConfig, warn_of_generation_settings, warn_of_reshaped_sampling
 
 
 def warn_of_settings(trainer: Any, base_model: Any) -> None:
@@ -17,11 +16,9 @@ def warn_of_settings(trainer: Any, base_model: Any) -> None:
         _warn_without_old_policy(trainer)
     _warn_of_dropout(trainer.model)
     _warn_of_noisy_embeddings(trainer.args)
+    if not isinstance(trainer.args, TROLLConfig):  # which has said so itself
+        warn_of_reshaped_sampling(trainer.args, trainer.anchor)
     warn_of_generation_settings(base_model, trainer.args)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, TetherWarning, stacklevel=5)  # where the trainer was made
 
 
 def _warn_without_old_policy(trainer: Any) -> None:
@@ -29,7 +26,7 @@ def _warn_without_old_policy(trainer: Any) -> None:
     per_rollout = trainer.args.steps_per_generation * trainer.num_iterations
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     if accumulation % per_rollout == 0 and not corrected:
-        _warn(
+        warn(
             "Every batch of rollouts serves a single update "
             f"(gradient_accumulation_steps={accumulation}, "
             f"steps_per_generation={trainer.args.steps_per_generation}, "
@@ -42,7 +39,7 @@ def _warn_without_old_policy(trainer: Any) -> None:
 def _warn_of_dropout(model: nn.Module) -> None:
     active = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     if active:
-        _warn(
+        warn(
             f"{len(active)} dropout layers are active ({active[0]}, ...). Each pass then draws another "
             "policy, so that old and new differ by noise, which the trust region would project away. "
             "Set disable_dropout=True, or lora_dropout=0."
@@ -51,7 +48,7 @@ def _warn_of_dropout(model: nn.Module) -> None:
 
 def _warn_of_noisy_embeddings(args: Any) -> None:
     if args.neftune_noise_alpha:
-        _warn(
+        warn(
             f"neftune_noise_alpha={args.neftune_noise_alpha} adds fresh noise to the embeddings of every "
             "pass, so that old and new policy differ by noise, which the trust region would project away: "
             "nearly every token is projected. Leave it unset."

@@ -165,7 +165,7 @@ class EvaluationCallback(TrainerCallback):
             "success": result.success,
             "success_greedy": result.success_greedy,
             "reward": result.reward,
-            "problems": float(self._config.eval_problems),
+            "problems": float(result.problems),
         }
         self._run.log_eval(step, **numbers)
         self._progress.update(step, success=result.success, success_greedy=result.success_greedy)
@@ -201,6 +201,7 @@ class SamplesCallback(TrainerCallback):
         ids = inputs["completion_ids"][row, :length].tolist()
         problem = trainer.rollout_rows[int(inputs["rollout_row"][row])]
         response = self._tokenizer.decode(ids, skip_special_tokens=True)
+        verdict = self._task.verify(response, problem["answer"])
         columns = zip(
             ids,
             tokens.kl[row, :length].tolist(),
@@ -212,7 +213,8 @@ class SamplesCallback(TrainerCallback):
         return {
             "prompt": prompt_text(problem["prompt"]),
             "reference": problem["answer"],
-            "reward": self._task.verify(response, problem["answer"]).reward,
+            "reward": verdict.reward,
+            "correct": verdict.correct,
             "tokens": [
                 {
                     "text": self._tokenizer.decode([token]),

@@ -85,10 +85,12 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     config.output.mkdir(parents=True, exist_ok=True)
     jobs = [_job(cell, threads) for cell in missing]
     finished: list[Path] = []
+    earlier = {job.folder for job in jobs if job.finished()}
 
     def finish(job: Job) -> None:
         finished.append(job.folder)
-        if config.results is not None:
+        # Who trained a run without a table may want its model.
+        if config.results is not None and job.folder not in earlier:
             _give_back_disk(job.folder)
 
     try:

@@ -48,7 +48,8 @@ class CompareConfig:
     """Stop, with checkpoints, after this long; the same command goes on from there."""
     results: Path | None = None
     """Table (a .csv file) that keeps the numbers of each finished run; runs found there are not trained
-    again."""
+    again. Of each run that is trained for it, checkpoints, trained model and TensorBoard files are deleted
+    as soon as the run is finished."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """What all runs share; its output, method, seed, threads and whatever the grid varies are set for
     each."""

@@ -148,7 +148,7 @@ class TrainConfig:
     eval_every: int = 16
     """Steps between evaluations on held-out problems; 0 for only before and after."""
     eval_problems: int = 200
-    """Held-out problems."""
+    """Held-out problems; of a split that has fewer, all."""
     eval_split: Literal["validation", "test"] = "validation"
     """Which held-out problems; choose settings on validation, report them on test."""
     eval_samples: int = 1
@@ -298,6 +298,11 @@ def _check_step_back(config: TrainConfig) -> None:
         raise ConfigError(
             "step_back goes back to the policy that wrote a batch, which TRL does not record where each "
             "serves one update. Set updates_per_rollout to 2 or more, or step_back to none."
+        )
+    if config.anchor == "sampler":
+        raise ConfigError(
+            "step_back measures the network against the trainer's own policy of a batch's beginning, which "
+            "anchor=sampler does not score. Set anchor to trainer, or step_back to none."
         )
     if config.step_back_every is not None and not 1 <= config.step_back_every <= config.updates_per_rollout:
         raise ConfigError(

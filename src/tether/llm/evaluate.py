@@ -40,6 +40,8 @@ class Evaluation:
     """Share of problems whose most likely response is right."""
     reward: float
     """Mean reward of the sampled responses."""
+    problems: int
+    """How many there were, each asked all of its samples."""
 
 
 def evaluate_model(
@@ -79,6 +81,7 @@ def evaluate_model(
         success=statistics.fmean(verdict.correct for verdict in sampled),
         success_greedy=statistics.fmean(verdict.correct for verdict in greedy),
         reward=statistics.fmean(verdict.reward for verdict in sampled),
+        problems=len(problems),
     )
 
 

@@ -30,6 +30,9 @@ SURPRISE_LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0)
 ENTROPY_LEVELS = (0.1, 0.5, 1.0, 1.5, 2.5)
 """Where it changes by the entropy before it, in nats."""
 
+FEWEST_PROBLEMS = 6
+"""A sign test of fewer does not reach 5 % even where all go one way; a bootstrap calls a winner of one."""
+
 
 def write_page(page: Path, config: EvalConfig, results: Sequence[TaskResult]) -> Path:
     """Write the page of an evaluation; it holds everything and asks the network for nothing."""
@@ -76,7 +79,9 @@ def outcome(config: EvalConfig, result: TaskResult) -> str:
     shares = " against ".join(
         f"{100 * getattr(result.summaries[side], name).value:.1f} %" for side in ("model", "baseline")
     )
-    if gap.low <= 0 <= gap.high:
+    if len(result.rows["model"]) < FEWEST_PROBLEMS:
+        found = f"Who is ahead, {config.model} or {config.baseline}, cannot be told from so few problems"
+    elif gap.low <= 0 <= gap.high:
         found = f"{config.model} and {config.baseline} are not told apart"
     else:
         found = f"{config.model} does {'better' if gap.low > 0 else 'worse'} than {config.baseline}"

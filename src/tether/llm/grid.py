@@ -20,6 +20,9 @@ Value = int | float | bool | str | None
 _OF_THE_GRID = frozenset({"output", "method", "seed", "threads", "resume", "name"})
 _FIELDS = frozenset(field.name for field in fields(TrainConfig)) - _OF_THE_GRID
 
+# What `batches` decides for each run (`_lengths`).
+_OF_BATCHES = frozenset({"steps", "eval_every", "save_every"})
+
 # How the grid's own axes are written in names of folders and in labels.
 _SHORT = {
     "estimator": ("", "{}"),
@@ -131,8 +134,16 @@ def _points(config: CompareConfig) -> Iterator[tuple[tuple[str, Value], ...]]:
         ("learning_rate", config.learning_rates),
         *map(_axis, config.axes),
     ]
-    named = [[(name, value) for value in values] for name, values in axes if values]
-    yield from itertools.product(*named)
+    axes = [axis for axis in axes if axis[1]]
+    names = [name for name, _ in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"The grid has the axis {name} twice. Give all its values in one.")
+        if config.batches is not None and name in _OF_BATCHES:
+            raise ConfigError(
+                f"The grid has the axis {name}, which batches={config.batches} decides. Leave one out."
+            )
+    yield from itertools.product(*([(name, value) for value in values] for name, values in axes))
 
 
 def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
@@ -144,7 +155,10 @@ def _axis(text: str) -> tuple[str, tuple[Value, ...]]:
             f"The axis {text!r} names no setting of a training run that a grid can vary."
             f"{did_you_mean(name, _FIELDS)}"
         )
-    return name, tuple(parse_value(value) for value in values.split(","))
+    parsed = tuple(parse_value(value) for value in values.split(","))
+    if len(set(parsed)) < len(parsed):
+        raise ConfigError(f"The axis {text!r} has a value twice. Leave one of them out.")
+    return name, parsed
 
 
 def _cell(

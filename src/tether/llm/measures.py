@@ -44,7 +44,11 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """One model on one task; intervals (95 %) are over problems."""
+    """One model on one task; intervals (95 %) are Wilson's over problems, as in a run's report.
+
+    A bootstrap would have no width over a single problem or equal ones, and look like certainty. Shares of a
+    problem's responses vary no more than yes or no would, so Wilson's is rather too wide than too narrow.
+    """
 
     problems: int
     samples: int
@@ -71,13 +75,12 @@ def summarise_problems(rows: Sequence[Row], ks: Sequence[int] = ()) -> Summary:
     samples = len(rows[0]["samples"])
     greedy = [row["greedy"] for row in rows if row["greedy"] is not None]
     responses = [response for row in rows for response in row["samples"]] or greedy
-    right = sum(response["correct"] for response in greedy)
     return Summary(
         problems=len(rows),
         samples=samples,
-        success=bootstrap_interval(successes(rows)) if samples else None,
-        pass_at={k: bootstrap_interval(_passes(rows, k)) for k in ks if samples},
-        greedy=proportion_interval(right / len(greedy), len(greedy)) if greedy else None,
+        success=_share(successes(rows)) if samples else None,
+        pass_at={k: _share(_passes(rows, k)) for k in ks if samples},
+        greedy=_share([response["correct"] for response in greedy]) if greedy else None,
         reward=_mean([response["reward"] for response in responses]),
         truncated=_mean([response["truncated"] for response in responses]),
         length=_mean([response["length"] for response in responses]),
@@ -137,6 +140,10 @@ def _passes(rows: Sequence[Row], k: int) -> list[float]:
 
 def _greedy(rows: Sequence[Row]) -> list[float]:
     return [float(row["greedy"]["correct"]) for row in rows]
+
+
+def _share(values: Sequence[float]) -> Interval:
+    return proportion_interval(_mean(values), len(values))
 
 
 def _paired(model: Sequence[float], baseline: Sequence[float]) -> Interval:

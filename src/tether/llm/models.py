@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tether.errors import CheckpointError, ConfigError, MissingDependencyError, TetherWarning
+from tether.errors import CheckpointError, ConfigError, MissingDependencyError, warn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -254,20 +253,16 @@ def end_of_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     try:
         text = str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
     except TemplateError as error:
-        warnings.warn(
+        warn(
             f"The chat template cannot render a question and its answer ({error}), so it is not known which "
-            "token ends a turn; the tokenizer's end token is used.",
-            TetherWarning,
-            stacklevel=2,
+            "token ends a turn; the tokenizer's end token is used."
         )
         return None
     _, marker, following = text.rpartition(_MARKER)
     if not marker:
-        warnings.warn(
+        warn(
             "The chat template leaves out what the assistant said, so it is not known which token ends a "
-            "turn; the tokenizer's end token is used.",
-            TetherWarning,
-            stacklevel=2,
+            "turn; the tokenizer's end token is used."
         )
         return None
     ids = tokenizer(following, add_special_tokens=False)["input_ids"]

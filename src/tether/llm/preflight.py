@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tether.errors import ConfigError, TetherWarning
+from tether.errors import ConfigError, warn
 from tether.llm.config import TrainConfig
 from tether.llm.rollouts import engine_memory
 from tether.llm.tasks import Task
@@ -107,7 +106,7 @@ def _raise_or_warn(config: TrainConfig, findings: Sequence[Finding]) -> None:
             "(preflight='off', --preflight off, trains all the same.)"
         )
     for found in findings:
-        warnings.warn(f"Before training: {found.text}", TetherWarning, stacklevel=4)
+        warn(f"Before training: {found.text}")
 
 
 def _lengths(model_config: Any, longest: int, response: int) -> Iterator[Finding]:
@@ -181,8 +180,9 @@ def _reward_findings(groups: Sequence[Sequence[float]], solved: int, compares_al
     if solved == 0 and max(rewards) == min(rewards):
         yield Finding(
             f"None of {asked} was right (all have reward {rewards[0]:g}), so the success rate is likely "
-            f"below {3 / len(rewards):.0%} and there is next to nothing to learn from. Take easier problems, "
-            "a stronger model, a longer max_response_tokens, or check that the answer's form is asked for.",
+            f"below {1 - 0.05 ** (1 / len(rewards)):.0%} and there is next to nothing to learn from. Take "
+            "easier problems, a stronger model, a longer max_response_tokens, or check that the form of the "
+            "answer is asked for.",
             False,
         )
     elif solved == len(rewards):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.losses.tokens import check_at_least
+from tether.settings import check_choice
 
 LossAggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -27,7 +29,10 @@ def aggregate(
     - ``seq-mean-token-sum-norm``: the same, divided by a constant length (Dr.GRPO), so that the scale
       does not depend on the responses' lengths.
 
-    Sequences without a single token count as zero, so an empty mask gives 0 with zero gradient.
+    A sequence without a single token counts as a zero among the B that ``seq-mean-...`` divides by, so an
+    empty mask gives 0 with zero gradient. TRL's losses divide by B as well, and so do verl's trainers, which
+    hand their `agg_loss` the size of the whole batch. Called without one (`global_batch_size=None`), verl
+    0.9.1 leaves such sequences out: its average is ours times B over the number of the others.
 
     Args:
         token_loss: [B, T]; values under a zero mask are ignored, even infinite ones.
@@ -52,6 +57,7 @@ def aggregate(
             f"token losses and response_mask must both be [B, T], got {tuple(token_loss.shape)} and "
             f"{tuple(response_mask.shape)}."
         )
+    check_choice("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
     mask = response_mask.to(token_loss.dtype)
     kept = torch.where(mask > 0, token_loss, 0.0) * mask
     if loss_agg_mode == "token-mean":
@@ -60,11 +66,8 @@ def aggregate(
         return (kept.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / max(1, mask.shape[0])
     if loss_agg_mode == "seq-mean-token-sum":
         return kept.sum() / max(1, mask.shape[0])
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        length = token_loss.shape[-1] if max_response_length is None else max_response_length
-        if max_response_length is not None and max_response_length < 1:
-            raise InvalidInputError(f"max_response_length must be at least 1, got {max_response_length!r}.")
-        return kept.sum() / max(1, mask.shape[0] * length)
-    raise InvalidInputError(
-        f"loss_agg_mode must be one of {', '.join(get_args(LossAggMode))}, got {loss_agg_mode!r}."
-    )
+    length = token_loss.shape[-1]
+    if max_response_length is not None:
+        check_at_least("max_response_length", max_response_length, 1, "None for T")
+        length = max_response_length
+    return kept.sum() / max(1, mask.shape[0] * length)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
@@ -80,8 +81,10 @@ def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor
 
     The value is the mean of the sequence's token log-ratios; the gradient of each token reaches only
     that token's log-probability: sg[log s] + log r_t - sg[log r_t] (GSPO-token, arXiv 2507.18071,
-    eq. 14).
+    eq. 14). The ratio of a sequence with an impossible token is 0.
     """
     count = response_mask.sum(-1, keepdim=True).clamp_min(1)
     mean = (token_log_ratio * response_mask).sum(-1, keepdim=True) / count
-    return mean.detach() + token_log_ratio - token_log_ratio.detach()
+    # Zero, with the token's gradient; inf - inf would be NaN.
+    carrier = torch.where(token_log_ratio.isfinite(), token_log_ratio - token_log_ratio.detach(), 0.0)
+    return mean.detach() + carrier

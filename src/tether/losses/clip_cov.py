@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.covariance import number_of_tokens, token_covariance
-from tether.losses.tokens import check_at_least, read_tokens
+from tether.losses.tokens import check_at_least, check_share, read_tokens
+from tether.projection.tokens import masked_mean
 
 
 def clip_cov(
@@ -68,7 +68,9 @@ def clip_cov(
         0.25
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    _check(clip_cov_ratio, clip_cov_low, clip_cov_high)
+    check_share("clip_cov_ratio", clip_cov_ratio, "2e-4 in the paper")
+    check_at_least("clip_cov_low", clip_cov_low, -math.inf, "1 in the paper")
+    check_at_least("clip_cov_high", clip_cov_high, clip_cov_low, "1 and 5 in the paper", above=True)
     check_at_least("clip_ratio_low", clip_ratio_low, 0.0, "math.inf for none")
     check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "math.inf for none")
     ratio = tokens.ratio
@@ -84,8 +86,7 @@ def clip_cov(
         max_response_length=max_response_length,
     )
     metrics = tokens.metrics(ratio, taken_out)
-    counted = response_mask > 0
-    metrics["covariance_mean"] = torch.where(counted, covariance, 0.0).sum() / counted.sum().clamp_min(1)
+    metrics["covariance_mean"] = masked_mean(covariance, response_mask)
     return PolicyLoss(loss, metrics)
 
 
@@ -97,12 +98,3 @@ def _draw(eligible: Tensor, count: int, generator: torch.Generator | None) -> Te
     drawn = torch.zeros_like(eligible).flatten()
     drawn[candidates[order[:count]]] = True
     return drawn.view_as(eligible)
-
-
-def _check(fraction: float, low: float, high: float) -> None:
-    if not 0 < fraction <= 1:
-        raise InvalidInputError(f"clip_cov_ratio must lie in (0, 1], got {fraction!r} (2e-4 in the paper).")
-    if not low < high:
-        raise InvalidInputError(
-            f"clip_cov_low must be less than clip_cov_high, got {low!r} and {high!r} (1 and 5 in the paper)."
-        )

@@ -100,6 +100,8 @@ def _position_weights(response_mask: Tensor, last_weight: float) -> Tensor:
 
 def _budget(distance: Tensor, response_mask: Tensor, least: float, growth: float) -> Tensor:
     """[B, 1]: what a response's tokens may move on average."""
+    if distance.numel() == 0:  # of which there is no quantile
+        return distance.new_full((len(distance), 1), least)
     counted = torch.where(response_mask > 0, distance, torch.nan)
     quantile = counted.nanquantile(_QUANTILE, dim=-1, keepdim=True)
     return quantile.nan_to_num(nan=least).clamp(least, growth * least)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import Tokens, check_at_least, ratio_of, read_tokens
+from tether.losses.tokens import LARGEST_LOG_RATIO, Tokens, check_at_least, ratio_of, read_tokens
 from tether.projection.tokens import masked_max, masked_mean
 
 
@@ -53,8 +53,8 @@ def decoupled_clip(
         `weight_max`, `ratio_mean`, `ratio_max` (of new / proximal).
 
     Raises:
-        InvalidInputError: shapes that do not fit, a setting outside its range, a lag that is negative, or
-            neither lag nor proximal_log_probs.
+        InvalidInputError: shapes that do not fit, a setting outside its range, a lag that is negative or
+            NaN, or neither lag nor proximal_log_probs.
 
     Source: decoupled PPO (arXiv 2110.00641) as in AReaL (arXiv 2505.24298); the interpolation is A-3PO's
         (arXiv 2512.06547).
@@ -88,22 +88,39 @@ def decoupled_clip(
 
 
 def _proximal(tokens: Tokens, lag: Tensor | float | None, log_probs: Tensor | None) -> Tensor:
-    """[B, T], without gradient."""
+    """[B, T], without gradient; nowhere so far below old that a new probability of 0 has no ratio to it."""
+    least = tokens.old_log_probs - LARGEST_LOG_RATIO
     if log_probs is not None:
         if log_probs.shape != tokens.log_probs.shape:
             raise InvalidInputError(
                 f"proximal_log_probs must be {tuple(tokens.log_probs.shape)}, got {tuple(log_probs.shape)}."
             )
-        return torch.where(tokens.mask > 0, log_probs.detach().to(tokens.log_probs.dtype), 0.0)
+        given = torch.where(tokens.mask > 0, log_probs.detach().to(tokens.log_probs.dtype), 0.0)
+        return torch.maximum(given, least)
     if lag is None:
         raise InvalidInputError(
             "decoupled_clip needs lag (updates since the tokens were sampled) to interpolate its proximal "
             "policy, or proximal_log_probs."
         )
-    lag = torch.as_tensor(lag, dtype=tokens.log_probs.dtype, device=tokens.log_probs.device)
-    if lag.dim() == 1:
-        lag = lag[:, None]
-    if bool((lag < 0).any()):
-        raise InvalidInputError(f"lag must not be negative, got {lag.min().item():g}.")
-    share = 1 - 1 / lag.clamp_min(1)
-    return tokens.old_log_probs + share * tokens.log_ratio.detach()
+    new = torch.maximum(tokens.log_probs.detach(), least)
+    return tokens.old_log_probs + _towards_new(tokens, lag) * (new - tokens.old_log_probs)
+
+
+def _towards_new(tokens: Tokens, lag: Tensor | float) -> Tensor | float:
+    """The share of the way from old to new at which the policy of one update ago lies."""
+    if not isinstance(lag, Tensor):
+        check_at_least("lag", lag, 0.0, "updates since the tokens were sampled")
+        return 1 - 1 / max(float(lag), 1.0)
+    rows, columns = tokens.mask.shape
+    shape = tuple(lag.shape)
+    if shape not in ((), (rows,), (rows, 1), (rows, columns)):
+        raise InvalidInputError(
+            f"lag must be one number, [B] or [B, T] for log_probs {(rows, columns)}, got {shape}."
+        )
+    lag = (lag[:, None] if lag.dim() == 1 else lag).to(tokens.log_probs)
+    lag = torch.where(tokens.mask > 0, lag, 0.0)
+    if not bool((lag >= 0).all()):
+        raise InvalidInputError(
+            f"lag must be at least 0, got {lag.min().item():g} (updates since the tokens were sampled)."
+        )
+    return 1 - 1 / lag.clamp_min(1)

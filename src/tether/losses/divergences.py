@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.tokens import LARGEST_LOG_RATIO, Tokens
 from tether.projection import SparseLogProbs, kl_categorical
+from tether.settings import check_choice
 
 #: A token's whole distribution: log-probabilities [B, T, V] or their sparse form [B, T, K].
 Distribution = Tensor | SparseLogProbs
@@ -33,6 +34,7 @@ def kl_of_tokens(
 
     Source: Schulman, "Approximating KL divergence" (2020), for k1 to k3.
     """
+    check_choice("kl_estimate", estimate, get_args(KLEstimate))
     if estimate == "exact":
         new_rows, old_rows = outcomes(tokens, new, old)
         return torch.where(tokens.mask > 0, kl_categorical(old_rows, new_rows), 0.0)
@@ -41,9 +43,7 @@ def kl_of_tokens(
         return -log_ratio
     if estimate == "k2":
         return log_ratio.square() / 2
-    if estimate == "k3":
-        return log_ratio.clamp_max(LARGEST_LOG_RATIO).expm1() - log_ratio
-    raise InvalidInputError(f"the KL estimate must be exact, k1, k2 or k3, got {estimate!r}.")
+    return log_ratio.clamp_max(LARGEST_LOG_RATIO).expm1() - log_ratio
 
 
 def total_variation(new_rows: Tensor, old_rows: Tensor) -> Tensor:

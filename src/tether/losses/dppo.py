@@ -14,6 +14,7 @@ from tether.losses.base import PolicyLoss, looks_at_distributions_if
 from tether.losses.divergences import Distribution, outcomes, total_variation
 from tether.losses.tokens import Tokens, check_at_least, read_tokens, weighted_log_likelihood
 from tether.projection import kl_categorical
+from tether.settings import check_choice
 
 Divergence = Literal["binary-tv", "binary-kl", "top-k-tv", "top-k-kl"]
 
@@ -102,10 +103,7 @@ def dppo(
 
 
 def _bounds(divergence: Divergence, low: float | None, high: float | None) -> tuple[float, float]:
-    if divergence not in _USUAL_BOUND:
-        raise InvalidInputError(
-            f"divergence must be one of {', '.join(get_args(Divergence))}, got {divergence!r}."
-        )
+    check_choice("divergence", divergence, get_args(Divergence))
     usual = _USUAL_BOUND[divergence]
     low, high = (usual if value is None else value for value in (low, high))
     check_at_least("divergence_low", low, 0.0, f"{usual} is usual for {divergence}")

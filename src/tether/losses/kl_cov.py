@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
 from tether.losses.covariance import number_of_tokens, token_covariance
-from tether.losses.tokens import check_at_least, read_tokens
+from tether.losses.tokens import check_at_least, check_share, read_tokens
+from tether.projection.tokens import masked_mean
 
 
 def kl_cov(
@@ -58,8 +58,7 @@ def kl_cov(
         -0.0072
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    if not 0 < kl_cov_ratio <= 1:
-        raise InvalidInputError(f"kl_cov_ratio must lie in (0, 1], got {kl_cov_ratio!r} (2e-4 is usual).")
+    check_share("kl_cov_ratio", kl_cov_ratio, "2e-4 is usual")
     check_at_least("kl_coef", kl_coef, 0.0, "1 in the paper")
     covariance = token_covariance(tokens)
     pays = _highest(covariance, number_of_tokens(tokens, kl_cov_ratio))
@@ -72,8 +71,7 @@ def kl_cov(
         max_response_length=max_response_length,
     )
     metrics = tokens.metrics(ratio, pays)
-    counted = response_mask > 0
-    metrics["covariance_mean"] = torch.where(counted, covariance, 0.0).sum() / counted.sum().clamp_min(1)
+    metrics["covariance_mean"] = masked_mean(covariance, response_mask)
     return PolicyLoss(loss, metrics)
 
 

@@ -14,6 +14,7 @@ from tether.errors import InvalidInputError
 from tether.losses.base import PolicyLoss
 from tether.losses.project import Policy, check_shapes, project_tokens
 from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
+from tether.ops.checks import check_ids
 from tether.ops.one_pass import (
     WithGradients,
     blocks_of,
@@ -32,13 +33,13 @@ Objective = Callable[[ProjectedTokens], PolicyLoss]
 Reach = Literal["token", "sequence", "batch"]
 """What the slope of the loss at a token depends on, besides masks: the token, its sequence, or everything."""
 
+_OF_TOKENS = (
+    "cispo", "decoupled_clip", "dppo", "drpo", "icepop", "ipo", "kl_penalty", "ppo_clip", "pspo", "sapo",
+    "tis", "unclipped",
+)  # fmt: skip
+_OF_SEQUENCES = ("cppo", "gmpo", "gspo", "vespo")
 #: Of the losses that look at sampled tokens alone; what is not here may depend on everything.
-REACH: dict[str, Reach] = {
-    **dict.fromkeys(
-        ("cispo", "decoupled_clip", "dppo", "icepop", "ppo_clip", "sapo", "tis", "unclipped"), "token"
-    ),
-    **dict.fromkeys(("cppo", "gmpo", "gspo", "vespo"), "sequence"),
-}
+REACH: dict[str, Reach] = {**dict.fromkeys(_OF_TOKENS, "token"), **dict.fromkeys(_OF_SEQUENCES, "sequence")}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ def linear_policy_loss(
     counted = response_mask > 0
     rows = _Rows(new, old, response_ids, counted, old_log_probs, kl_bound, backend)
     blocks = None
-    if torch.is_grad_enabled() and depends_on != "batch" and not keeps_all(rows.new.hidden, weight.shape[0]):
+    # A sharded head is empty at rest.
+    early = torch.is_grad_enabled() and depends_on != "batch" and len(weight) > 0
+    if early and not keeps_all(rows.new.hidden, weight.shape[0]):
         lengths = counted.sum(-1).tolist() if depends_on == "sequence" else [1] * rows.count
         blocks = blocks_of(lengths, rows.new.hidden, weight.shape[0])
     if blocks is None:
@@ -152,6 +155,8 @@ class _Rows:
         self.new = replace(new, hidden=new.hidden[at])
         self.ids = ids[at]
         self.count = self.ids.shape[0]
+        assert new.weight is not None
+        check_ids(self.ids, new.head.vocabulary_size or len(new.weight), lowest=0)
         self.old_log_probs = None if old_log_probs is None else old_log_probs.detach()[at]
         self.old: HiddenStates | SparseLogProbs | None = None
         if isinstance(old, HiddenStates):
@@ -263,7 +268,7 @@ class _Course:
         return slopes
 
     def finish(self) -> PolicyLoss:
-        """The loss of all tokens, without gradient.
+        """The loss of all tokens, with the graph of what else it was made of, such as a learned weight.
 
         Raises:
             InvalidInputError: now that all are known, the slopes are not those that were used.
@@ -271,9 +276,9 @@ class _Course:
         leaves = {name: self.known[name].clone().requires_grad_() for name in self.slopes}
         with torch.enable_grad():
             result = self.objective(self.rows.batched(ProjectedTokens(**{**self.known, **leaves})))
-        for name, slope in _slopes_of(result.loss, leaves).items():
+        for name, slope in _slopes_of(result.loss, leaves, keep=True).items():
             self._check(name, slope, self.slopes[name])
-        return replace(result, loss=result.loss.detach())
+        return result
 
     def _start(self, values: dict[str, Tensor]) -> None:
         """Placeholders: nothing has moved."""
@@ -342,10 +347,10 @@ def _in_one_pass(course: _Course, blocks: list[slice]) -> LinearPolicyLoss:
     return LinearPolicyLoss(loss, result.metrics, rows.batched(ProjectedTokens(**course.known)))
 
 
-def _slopes_of(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+def _slopes_of(loss: Tensor, leaves: dict[str, Tensor], *, keep: bool = False) -> dict[str, Tensor]:
     if not loss.requires_grad:  # of an objective that none of them moves
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=keep, allow_unused=True)
     return {
         name: torch.zeros_like(leaf) if slope is None else slope
         for (name, leaf), slope in zip(leaves.items(), found, strict=True)

@@ -26,8 +26,8 @@ def m2po(
     On stale data PPO's clip drops many tokens, and the surprising ones first, from which most is to be
     learnt. M2PO bounds a whole batch instead: among the tokens that an update pushes further away from the
     policy that sampled (A > 0 and r > 1, or A < 0 and r < 1) those of the largest |log r| are left out, until
-    the mean of (log r)^2 over the rest of them is at most `second_moment`. The others always learn. The
-    averages still divide by all tokens.
+    the mean of (log r)^2 over the rest of them is at most `second_moment`; of equals, the later ones. The
+    others always learn. The averages still divide by all tokens.
 
     The bound holds for the tokens of one call: a micro-batch, where a trainer splits its batches. (The
     authors' released code clips instead at the |log r| where the clipped second moment of those tokens meets
@@ -61,7 +61,7 @@ def m2po(
     with torch.no_grad():
         away = tokens.moves_away
         squared = tokens.log_ratio.square()
-        left_out = away & (squared > _largest_kept(squared[away], second_moment))
+        left_out = away & ~_smallest(torch.where(away, squared, torch.inf), second_moment)
     ratio = tokens.ratio
     loss = aggregate(
         torch.where(left_out, 0.0, -ratio * tokens.advantages),
@@ -74,9 +74,10 @@ def m2po(
     return PolicyLoss(loss, metrics)
 
 
-def _largest_kept(squared: Tensor, bound: float) -> Tensor:
-    """The largest of as many of the smallest values as have a mean within the bound; -1 for none."""
-    ordered = torch.cat([squared.new_full((1,), -1.0), squared.sort().values])
+def _smallest(squared: Tensor, bound: float) -> Tensor:
+    """As many of the smallest values as have a mean within the bound, as a mask; of equals the earlier."""
+    ordered, order = squared.flatten().sort(stable=True)
+    rank = torch.arange(len(ordered), device=squared.device)
     # Running means of ascending values ascend, so those within the bound come first.
-    means = ordered[1:].cumsum(0) / torch.arange(1, len(ordered), device=squared.device)
-    return ordered[(means <= bound).sum()]
+    count = (ordered.cumsum(0) / (rank + 1) <= bound).sum()
+    return torch.empty_like(order, dtype=torch.bool).scatter(0, order, rank < count).view_as(squared)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import read_tokens
+from tether.losses.tokens import check_at_least, read_tokens
 
 
 def ppo_clip(
@@ -37,6 +36,10 @@ def ppo_clip(
         dual_clip: c, or None for none; 3 to 10 are usual.
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
 
+    Returns:
+        The loss, and metrics `clipped` (fraction of tokens whose gradient a clip took, the dual one
+        included), `ratio_mean` and `ratio_max`.
+
     Raises:
         InvalidInputError: shapes that do not fit, a negative range, c <= 1.
 
@@ -52,7 +55,10 @@ def ppo_clip(
         (-1.1526, 0.5)
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    _check_range(clip_ratio_low, clip_ratio_high, dual_clip)
+    check_at_least("clip_ratio_low", clip_ratio_low, 0.0, "0.2 is usual")
+    check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "0.2 is usual")
+    if dual_clip is not None:
+        check_at_least("dual_clip", dual_clip, 1.0, "3 to 10 are usual, None for none", above=True)
     plain = -tokens.ratio * tokens.advantages
     clipped = -tokens.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
     token_loss = torch.maximum(plain, clipped)
@@ -60,13 +66,4 @@ def ppo_clip(
         floor = torch.minimum(token_loss, -dual_clip * tokens.advantages)
         token_loss = torch.where(tokens.advantages < 0, floor, token_loss)
     loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
-    return PolicyLoss(loss, tokens.metrics(tokens.ratio, clipped > plain))
-
-
-def _check_range(low: float, high: float, dual_clip: float | None) -> None:
-    if not low >= 0 or not high >= 0:
-        raise InvalidInputError(
-            f"clip_ratio_low and clip_ratio_high must not be negative, got {low!r} and {high!r}."
-        )
-    if dual_clip is not None and not dual_clip > 1:
-        raise InvalidInputError(f"dual_clip must be greater than 1 (3 to 10 are usual), got {dual_clip!r}.")
+    return PolicyLoss(loss, tokens.metrics(tokens.ratio, token_loss != plain))

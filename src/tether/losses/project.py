@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError, renamed
+from tether.errors import InvalidInputError
 from tether.losses.sampler import Bound, bound_of_tokens, project_each_bound, seen_by_sampler
 from tether.ops import linear_trust_region
+from tether.ops.checks import check_ids
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import (
     CategoricalProjection,
@@ -32,13 +32,12 @@ Policy = Tensor | SparseLogProbs | HiddenStates
 the mass of all others, or the hidden states and the LM head that make them."""
 
 
-@renamed(tail="support")
 def project_tokens(
     new: Policy,
     old: Policy | SampledPolicy,
     response_ids: Tensor,
     response_mask: Tensor,
-    *former_order: Any,
+    *,
     log_probs: Tensor | None = None,
     old_log_probs: Tensor | None = None,
     kl_bound: Bound = TROLLSettings.kl_bound,
@@ -77,11 +76,6 @@ def project_tokens(
         >>> bool(tokens.projected), round(tokens.projected_log_probs.exp().item(), 3)
         (True, 0.188)
     """
-    if former_order:
-        raise InvalidInputError(
-            "project_tokens takes new, old, response_ids and response_mask in this order now, log_probs and "
-            "old_log_probs by name."
-        )
     counted = response_mask > 0
     check_shapes(new, old, response_ids, response_mask)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
@@ -190,7 +184,9 @@ def _outcomes(
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         dtype = torch.promote_types(torch.promote_types(new.dtype, old.dtype), torch.float32)
         new, old = (torch.where(counted[..., None], side.to(dtype), 0.0) for side in (new, old.detach()))
-        return _Outcomes(new, old, response_ids.long())
+        sampled = torch.where(counted, response_ids, 0).long()
+        check_ids(sampled, new.shape[-1], lowest=0)
+        return _Outcomes(new, old, sampled)
     if isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs):
         _check_sampled_kept(old, response_ids, counted)
         new, old = on_one_support(
@@ -289,7 +285,7 @@ def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Te
 
 def _check_sampled_kept(old: SparseLogProbs, response_ids: Tensor, counted: Tensor) -> None:
     """Every sampled token must be in the old support, or its ratio would silently be zero."""
-    missing = counted & ~(old.ids == response_ids[..., None]).any(-1)
+    missing = counted & ((response_ids < 0) | ~(old.ids == response_ids[..., None]).any(-1))
     if not may_ask(missing):
         torch._assert_async(~missing.any(), "troll: a sampled token is not among the old policy's ids")
     elif bool(missing.any()):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import read_tokens
+from tether.losses.tokens import check_share, read_tokens
 
 
 def pspo(
@@ -49,8 +48,7 @@ def pspo(
         -1.9
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
-    if not 0 <= smoothing < 1:
-        raise InvalidInputError(f"smoothing must lie in [0, 1), got {smoothing!r} (0.1 is usual).")
+    check_share("smoothing", smoothing, "0.1 is usual", from_zero=True)
     ratio = (1 - smoothing) * tokens.ratio + smoothing
     loss = aggregate(
         -ratio * tokens.advantages, response_mask, loss_agg_mode, max_response_length=max_response_length

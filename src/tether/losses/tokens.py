@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -122,11 +123,12 @@ def check_range(name: str, low: float, high: float, usual: str) -> None:
     check_at_least(f"{name}_high", high, low, usual)
 
 
-def check_share(name: str, value: float, usual: str) -> None:
-    """Refuse a hyperparameter outside (0, 1], or NaN."""
-    if not _is_number(value) or not 0 < value <= 1:
-        raise InvalidInputError(f"{name} must lie in (0, 1], got {value!r} ({usual}).")
+def check_share(name: str, value: float, usual: str, *, from_zero: bool = False) -> None:
+    """Refuse a hyperparameter outside (0, 1] (with `from_zero`, outside [0, 1)), or NaN."""
+    if not _is_number(value) or not (0 <= value < 1 if from_zero else 0 < value <= 1):
+        allowed = "[0, 1)" if from_zero else "(0, 1]"
+        raise InvalidInputError(f"{name} must lie in {allowed}, got {value!r} ({usual}).")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, looks_at_distributions_if
-from tether.losses.divergences import Distribution, KLEstimate, kl_of_tokens
+from tether.losses.divergences import Distribution, kl_of_tokens
 from tether.losses.tokens import check_at_least, read_tokens
 from tether.projection.tokens import masked_max, masked_mean
+from tether.settings import check_choice
+
+Estimate = Literal["exact", "k2", "k3"]
+"""Without k1, which is negative for a token that became likelier, however far it moved."""
 
 
 @looks_at_distributions_if(lambda options: bool(options["kl_estimate"] == "exact"))
@@ -22,7 +28,7 @@ def trm(
     new: Distribution | None = None,
     old: Distribution | None = None,
     kl_bound: float = 0.05,
-    kl_estimate: KLEstimate = "exact",
+    kl_estimate: Estimate = "exact",
     loss_agg_mode: LossAggMode = "token-mean",
     max_response_length: int | None = None,
 ) -> PolicyLoss:
@@ -49,7 +55,8 @@ def trm(
         (KL(old ‖ new)), `ratio_mean`, `ratio_max`.
 
     Raises:
-        InvalidInputError: shapes that do not fit, a negative bound, or distributions that are missing.
+        InvalidInputError: shapes that do not fit, a negative bound, an unknown estimate, or distributions
+            that are missing.
 
     Source: TRM (arXiv 2512.23075, the masked surrogate with the max criterion; k2 and k3 its appendix).
 
@@ -63,6 +70,7 @@ def trm(
     """
     tokens = read_tokens(log_probs, old_log_probs, advantages, response_mask)
     check_at_least("kl_bound", kl_bound, 0.0, "0.05 by default")
+    check_choice("kl_estimate", kl_estimate, get_args(Estimate))
     with torch.no_grad():
         kl = kl_of_tokens(tokens, kl_estimate, new, old)
         left_out = (kl > kl_bound).any(-1, keepdim=True).expand_as(kl)

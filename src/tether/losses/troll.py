@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tether.errors import renamed
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, check_tokens, sequence_log_ratio
 from tether.losses.project import Policy, project_tokens
@@ -23,7 +22,6 @@ RatioLevel = Literal["token", "sequence"]
 """The ratio of each token, or GSPO's of its sequence."""
 
 
-@renamed(tail="support")
 def troll(
     log_probs: Tensor,
     old_log_probs: Tensor,

@@ -8,6 +8,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
+from tether.losses.tokens import check_at_least
 from tether.projection.tokens import masked_mean
 
 
@@ -55,11 +56,13 @@ def value_clip(
             raise InvalidInputError(
                 f"values and {name} must both be [B, T], got {tuple(values.shape)} and {tuple(tensor.shape)}."
             )
-    if clip_range is not None and not clip_range > 0:
-        raise InvalidInputError(
-            f"clip_range must be positive, got {clip_range!r} (0.5 by default, None for none)."
-        )
-    returns, old_values = returns.detach(), old_values.detach()
+    if clip_range is not None:
+        check_at_least("clip_range", clip_range, 0.0, "0.5 by default, None for none", above=True)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    values, old_values, returns = (
+        torch.where(response_mask > 0, tensor.to(dtype), 0.0)
+        for tensor in (values, old_values.detach(), returns.detach())
+    )
     plain = (values - returns).square()
     clipped = plain
     if clip_range is not None:

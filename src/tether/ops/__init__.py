@@ -4,15 +4,10 @@ from tether.ops.divergence import linear_kl
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.linear import LinearLogProbs, linear_log_probs
 from tether.ops.trust_region import linear_trust_region
-from tether.projection.tokens import ProjectedTokens
-
-#: The former name of what `linear_trust_region` returns.
-LinearTrustRegion = ProjectedTokens
 
 __all__ = [
     "HiddenStates",
     "LinearLogProbs",
-    "LinearTrustRegion",
     "linear_kl",
     "linear_log_probs",
     "linear_trust_region",

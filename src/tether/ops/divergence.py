@@ -40,7 +40,7 @@ def linear_kl(
         old = linear_head(old_hidden, old_weight, old_bias).log_softmax(-1)
         kl_categorical(new, old)
 
-    with `linear_head` as in `tether.linear_log_probs`. `linear_trust_region` says less of tokens that a
+    with the head that `tether.linear_log_probs` describes. `linear_trust_region` says less of tokens that a
     certificate clears, for which it knows a lower bound alone; here every token is measured, at the cost of
     a product with each head. There is no gradient.
 

@@ -150,6 +150,12 @@ class HeadGradients:
             add_weight_gradient(total.zero_(), grad, hidden)
         self._written = True
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all of them."""
+        for total in (self.hidden, self.weight, self.bias):
+            if total is not None:
+                total.mul_(factor.to(total.dtype))
+
     def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the precision of what they belong to; None for what needs none."""
         if self.weight is not None and not self._written:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.ops import rows as plain_rows
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
@@ -23,6 +22,7 @@ from tether.ops.head import Head, HeadGradients
 from tether.ops.memory import KEPT, WORKSPACE, tokens_at_a_time
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
+from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
 
 
@@ -191,7 +191,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, top_ids, log_sum, entropy = ctx.saved_tensors
         grad_log_probs, _, grad_log_total, grad_entropy, _, grad_top, _, _ = grads

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops.checks import check_ids
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.ops.top_k import top_k_by_groups
+from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
 from tether.settings import check_support_size
@@ -143,7 +143,7 @@ class _LogitsLogProbs(torch.autograd.Function):
         return torch.where(ids == EMPTY, -torch.inf, gathered - log_sum[:, None])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids, rows, log_sum = ctx.saved_tensors
         upstream = torch.where(ids == EMPTY, 0.0, upstream)

@@ -73,10 +73,10 @@ class Workspace:
         try:
             storage = self._idle.pop()
         except IndexError:
-            storage = UntypedStorage(0)
+            storage = UntypedStorage(0, device=like.device)
         if storage.nbytes() < size:
-            storage = UntypedStorage(size)
-        taken = torch.empty(0, dtype=dtype).set_(storage, 0, shape, _strides(shape))
+            storage = UntypedStorage(size, device=like.device)
+        taken = torch.empty(0, dtype=dtype, device=like.device).set_(storage, 0, shape, _strides(shape))
         weakref.finalize(taken, self._idle.append, storage).atexit = False
         return taken
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops.head import HeadGradients
@@ -23,6 +22,7 @@ from tether.ops.rows import gather_upstream, keep_rows
 from tether.ops.token_state import TokenState
 from tether.ops.trust_region import Arrived, evaluate_block, gradient_of_block
 from tether.projection.backend import Backend, use_triton
+from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
 
 # Of the workspace: more rows at a time gain little, for none is formed again; with fewer, the head's gradient
@@ -31,8 +31,6 @@ _PART = 3 / 8
 
 #: Given rows and their values, the gradient of the loss with respect to those, None where there is none.
 Slopes = Callable[[slice, tuple[Tensor, ...]], Sequence[Tensor | None]]
-#: Of hidden states, weight and bias.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def keeps_all(hidden: Tensor, vocabulary: int) -> bool:
@@ -59,7 +57,7 @@ def blocks_of(sizes: Sequence[int], hidden: Tensor, vocabulary: int) -> list[sli
 
 def log_probs_in_one_pass(
     new: HiddenStates, ids: Tensor, slopes: Slopes, blocks: Iterable[slice], backend: Backend
-) -> Gradients:
+) -> HeadGradients:
     """Gradients of a loss of log-probabilities at `ids` [N, K] and of entropies [N].
 
     Args:
@@ -90,7 +88,7 @@ def log_probs_in_one_pass(
             if len(at):
                 where = block if len(at) == block.stop - block.start else at
                 total.add(where, kernels.gradient_of_kept(head, kept, arrived, bias=bias, dtype=dtype))
-        return total.rounded()
+        return total
 
 
 def trust_region_in_one_pass(
@@ -101,7 +99,7 @@ def trust_region_in_one_pass(
     slopes: Slopes,
     blocks: Iterable[slice],
     backend: Backend,
-) -> Gradients:
+) -> HeadGradients:
     """The same of what `linear_trust_region` returns: the four values that carry a gradient.
 
     Args:
@@ -128,19 +126,23 @@ def trust_region_in_one_pass(
                 at_hand = pair.holding(old_rows)
                 grad = gradient_of_block(at_hand, touched, ids[block], arrived, kl_bound)
                 total.add(block if len(touched) == len(every) else touched + block.start, grad)
-        return total.rounded()
+        return total
 
 
 class WithGradients(torch.autograd.Function):
-    """A loss whose gradients are known already: ``apply(loss, known, *inputs)``."""
+    """A loss whose gradients are known already: ``apply(loss, known, *inputs)``.
+
+    They are rounded to the precision of their inputs when they are asked for: after the scale of the loss,
+    without which small ones would vanish in float16.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, known: Gradients, *_: Tensor | None) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, known: HeadGradients, *_: Tensor | None) -> Tensor:
         ctx.known = known
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         known, ctx.known = ctx.known, None  # handed on, not copied: they are as large as the head
         if known is None:
@@ -149,10 +151,8 @@ class WithGradients(torch.autograd.Function):
                 "the loss again, or add losses up before calling backward once."
             )
         if not may_ask(upstream) or float(upstream) != 1:
-            for value in known:
-                if value is not None:
-                    value.mul_(upstream.to(value.dtype))
-        return (None, None, *known)
+            known.scale(upstream)
+        return (upstream, None, *known.rounded())
 
 
 def _needed(new: HiddenStates) -> tuple[bool, bool, bool]:

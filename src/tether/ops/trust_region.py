@@ -7,14 +7,15 @@ as dense rows. `dense_rows.py` holds the mathematics of a block; here is which b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops import dense_rows
@@ -28,6 +29,7 @@ from tether.ops.shared_steps import project_sequences
 from tether.ops.token_state import TokenState
 from tether.projection.backend import Backend, use_triton
 from tether.projection.certificate import certify
+from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
@@ -62,7 +64,7 @@ def linear_trust_region(
         result = project_categorical(new, old, kl_bound)
         projected_log_probs = result.log_probs.gather(-1, ids[:, None])
 
-    with `linear_head` as in `tether.linear_log_probs`. A row is left alone without its old logits where
+    with the head that `tether.linear_log_probs` describes. A row is left alone without its old logits where
     a certificate (`tether.projection.certify`) says so: from the old support, if it is given, and from
     how far hidden states and weights have moved. The cost is one product with the head more than that
     of `linear_log_probs` for rows that are not certified, and another one for rows that are projected.
@@ -117,7 +119,8 @@ def linear_trust_region(
         tensors = _LinearTrustRegion.apply(
             hidden, weight, bias, ids, old, sequences, head, float(kl_bound), kernels
         )
-    return TokenState.read(tensors).result()
+    result = TokenState.read(tensors).result()
+    return replace(result, projected_kl=None) if math.isinf(kl_bound) else result
 
 
 class _LinearTrustRegion(torch.autograd.Function):
@@ -155,7 +158,7 @@ class _LinearTrustRegion(torch.autograd.Function):
         return state.tensors()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, *values = ctx.saved_tensors
         arrived = Arrived.of(TokenState.read(values), ids, grads, ctx.sequences)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.errors import InvalidInputError
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
@@ -22,6 +21,7 @@ from tether.ops.linear import LinearLogProbs, evaluate
 from tether.ops.rows import Reduced
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.projection.backend import Backend
+from tether.projection.first_derivative import first_derivative
 from tether.projection.sparse import EMPTY
 
 
@@ -155,7 +155,7 @@ class _Sum(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 

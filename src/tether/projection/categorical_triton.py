@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tether.projection.categorical_triton_chunks import (
     KNOWN,
@@ -15,6 +14,7 @@ from tether.projection.categorical_triton_chunks import (
     project_wide_kernel,
 )
 from tether.projection.categorical_triton_kernels import project_backward_kernel, project_kernel
+from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import TOLERANCE
 
 # Outcomes a program holds in registers; of a wider row it holds a chunk of so many at a time.
@@ -50,7 +50,7 @@ class _ProjectRows(torch.autograd.Function):
         return log_probs, step, kl, converged
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
         if grad is None:
             return None, None, None

@@ -55,7 +55,7 @@ class CompactLogProbs:
     shape: torch.Size
     """Of the rows, without the ids: R is their number."""
     width: int
-    """Ids of the longest row."""
+    """Ids of the longest row; 1 where all rows are empty, so that a maximum over ids exists."""
 
     @classmethod
     def pack(
@@ -103,7 +103,7 @@ class CompactLogProbs:
             kept=kept,
             kept_log_probs=kept_log_probs,
             shape=rows.log_tail.shape,
-            width=int(lengths.max()) if lengths.numel() else 0,
+            width=max(1, int(lengths.max())) if lengths.numel() else 1,
         )
 
     @property
@@ -122,10 +122,10 @@ class CompactLogProbs:
         )
         slot = torch.arange(self.ids.numel(), device=lengths.device) - self.offsets[row]
         ids = torch.full((rows, self.width), EMPTY, dtype=torch.long, device=self.ids.device)
-        log_probs = torch.full((rows, self.width), -torch.inf, device=self.ids.device)
+        log_probs = torch.full((rows, self.width), -torch.inf, dtype=torch.float32, device=self.ids.device)
         ids[row, slot], log_probs[row, slot] = self.ids.long(), self.log_probs.float()
         log_tail = self.log_tail
-        if self.kept is not None and self.kept_log_probs is not None and self.width:
+        if self.kept is not None and self.kept_log_probs is not None:
             log_probs, log_tail = self._renormalised(log_probs, row, slot)
         least = None if self.log_tail_min is None else self.log_tail_min.view(self.shape)
         return SparseLogProbs(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -298,8 +300,9 @@ def _check(
     *,
     matrix: bool,
 ) -> None:
-    for name, bound in (("mean_bound", mean_bound), ("cov_bound", cov_bound)):
-        if not (isinstance(bound, int | float) and bound > 0):
+    bounds: dict[str, Any] = {"mean_bound": mean_bound, "cov_bound": cov_bound}
+    for name, bound in bounds.items():
+        if isinstance(bound, bool) or not (isinstance(bound, Real) and float(bound) > 0):
             raise InvalidInputError(
                 f"{name} must be a positive number, got {bound!r}. "
                 "Typical values are 0.005 to 0.1 (mean) and 0.0005 to 0.02 (covariance)."

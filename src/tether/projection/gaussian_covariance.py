@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tether.projection.first_derivative import first_derivative
 from tether.projection.gaussian_curves import (
     CovarianceCurve,
     KullbackLeiblerCurve,
@@ -94,7 +94,7 @@ class _ProjectFactorKL(torch.autograd.Function):
         return output, divergence, converged
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
         saved = ctx.saved_tensors
         if grad is None or not saved:
@@ -236,7 +236,7 @@ class _ProjectFactorByCurve(torch.autograd.Function):
         return output, divergence, converged
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
         if grad is None or ctx.rows.numel() == 0:
             return grad, None, None, None
@@ -284,7 +284,7 @@ class _ProjectScale(torch.autograd.Function):
         return output, divergence, converged
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
         if grad is None or ctx.rows.numel() == 0:
             return grad, None, None, None

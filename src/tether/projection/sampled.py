@@ -16,6 +16,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
 from tether.projection.support import rising, trim_to_mass
+from tether.settings import check_support_size
 
 #: Rounding of an engine's own arithmetic, float32: a log-softmax over 10^5 ids is off by up to 1e-4, the same
 #: for all ids of a row, and that twice is allowed for.
@@ -93,7 +94,7 @@ class SampledPolicy:
         precision = torch.finfo(log_probs.dtype).eps
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
         log_probs = log_probs.detach().to(dtype)
-        _refuse_broken(ids, log_probs, sampled_log_probs, counted, vocabulary_size)
+        _refuse_broken(ids, sampled_ids, log_probs, sampled_log_probs, counted, vocabulary_size)
         held = (ids != EMPTY) & (log_probs.float().exp() > 0) & counted[..., None]
         ids = torch.where(held, ids, EMPTY).long()
         log_probs = torch.where(held, log_probs, -torch.inf)
@@ -125,6 +126,7 @@ class SampledPolicy:
         >>> few.ids.tolist(), [round(x, 3) for x in few.log_tail.exp().flatten().tolist()]
         ([[[4, 2]]], [0.4])
         """
+        check_support_size(1, mass)
         support = self.support
         log_probs, order = support.log_probs.sort(-1, descending=True)
         ids = support.ids.gather(-1, order)
@@ -132,7 +134,7 @@ class SampledPolicy:
         kept = (kept | self.truncated[..., None]) & (ids != EMPTY)
         left_out = torch.where(kept, -torch.inf, log_probs).logsumexp(-1)
         log_tail = torch.logaddexp(support.log_tail, left_out)
-        width = max(1, int(kept.sum(-1).max()))
+        width = max(1, int(kept.sum(-1).max())) if kept.numel() else 1
         order = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
         kept = kept.gather(-1, order)
         trimmed = SparseLogProbs(
@@ -243,17 +245,13 @@ def _check_shapes(
     sampled_ids: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor, sampled_log_probs: Tensor | None
 ) -> None:
     tokens = tuple(sampled_ids.shape)
-    fitting = sampled_ids.dim() == 2 and tuple(mask.shape) == tokens and ids.shape == log_probs.shape
-    fitting = fitting and tuple(ids.shape[:-1]) == tokens
-    fitting = fitting and (sampled_log_probs is None or tuple(sampled_log_probs.shape) == tokens)
-    if not fitting:
-        own = "none" if sampled_log_probs is None else str(tuple(sampled_log_probs.shape))
+    own = None if sampled_log_probs is None else tuple(sampled_log_probs.shape)
+    fitting = len(tokens) == 2 and tuple(mask.shape) == tokens and ids.shape == log_probs.shape
+    if not (fitting and tuple(ids.shape[:-1]) == tokens and own in (None, tokens)):
         raise InvalidInputError(
             "A sampler's report needs sampled_ids and mask [B, T], ids and log_probs [B, T, K] and "
-            "sampled_log_probs "
-            f"[B, T] or none, got {tokens}, {tuple(mask.shape)}, {tuple(ids.shape)}, "
-            f"{tuple(log_probs.shape)} and "
-            f"{own}."
+            f"sampled_log_probs [B, T] or none, got {tokens}, {tuple(mask.shape)}, {tuple(ids.shape)}, "
+            f"{tuple(log_probs.shape)} and {own or 'none'}."
         )
     if ids.is_floating_point() or not log_probs.is_floating_point():
         raise InvalidInputError(
@@ -270,14 +268,14 @@ def _refuse(bad: Tensor, what: str, remedy: str, **values: Tensor) -> None:
     shown = {name: value[row, position].item() for name, value in values.items()}
     raise InvalidInputError(
         f"sequence {row}, position {position}: {what.format(**shown)} ({count} token{'s' * (count > 1)} in "
-        "all). "
-        f"{remedy}"
+        f"all). {remedy}"
     )
 
 
 def _refuse_broken(
-    ids: Tensor, log_probs: Tensor, own: Tensor | None, counted: Tensor, vocabulary_size: int | None
-) -> None:
+    ids: Tensor, sampled: Tensor, log_probs: Tensor, own: Tensor | None, counted: Tensor,
+    vocabulary_size: int | None,
+) -> None:  # fmt: skip
     """Numbers that are none, and ids that are none or twice."""
     used = ids != EMPTY
     nan = (used & log_probs.isnan()).any(-1)
@@ -298,6 +296,10 @@ def _refuse_broken(
         "tokenizer?",
         id=torch.where(wrong, ids, EMPTY).abs().amax(-1),
     )
+    _refuse(
+        counted & ((sampled < 0) | (sampled > largest)), "the sampled id {id} is not in the vocabulary",
+        f"Ids lie in [0, {largest}]. Leave padding out of the mask.", id=sampled,
+    )  # fmt: skip
     ordered = rising(torch.where(used, ids, EMPTY))
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != EMPTY)
     _refuse(
@@ -392,8 +394,7 @@ def _spread_lag(lag: Tensor | int | None, mask: Tensor) -> Tensor | None:
     if wrong or bool((given < 0).any()):
         raise InvalidInputError(
             "lag counts versions between the sampler and the trainer: an integer from 0, [B] or [B, T] of "
-            "them with "
-            f"[B, T] = {tuple(mask.shape)}; got {given.dtype} {tuple(given.shape)}"
+            f"them with [B, T] = {tuple(mask.shape)}; got {given.dtype} {tuple(given.shape)}"
             + (f" with {given.min().item()}." if given.numel() else ".")
         )
     return (given[:, None] if given.dim() == 1 else given).expand(mask.shape).long()

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError, renamed
+from tether.errors import InvalidInputError
 from tether.projection.backend import Backend
 from tether.projection.categorical import project_categorical
 from tether.projection.divergence import log1mexp
@@ -80,7 +80,7 @@ class SparseLogProbs:
             K = min(top_k, V) slots, and one more if `keep_ids` is given.
 
         Raises:
-            InvalidInputError: top_k < 1, mass outside (0, 1], or NaN among the logits.
+            InvalidInputError: top_k < 1, mass outside (0, 1], NaN or inf among the logits, or a row of -inf.
         """
         ids = select_support(logits.detach(), top_k, mass=mass, keep_ids=keep_ids)
         return cls.at_ids(logits, ids)
@@ -92,8 +92,9 @@ class SparseLogProbs:
         Equals ``logits.log_softmax(-1).gather(-1, ids)`` and the log-sum of what was not gathered.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        _refuse_nan(logits)
-        logits = logits - logits.detach().amax(-1, keepdim=True)  # else huge ones swallow the log of the sum
+        largest = logits.detach().amax(-1, keepdim=True)
+        _refuse_rows_of_no_distribution(largest)
+        logits = logits - largest  # else huge ones swallow the log of the sum
         log_sum = logits.logsumexp(-1, keepdim=True)
         held = ids != EMPTY
         slots = torch.where(held, ids, 0).long()
@@ -213,7 +214,6 @@ class SparseProjection:
     `CategoricalProjection`."""
 
 
-@renamed(tail="support")
 def project_sparse(
     new: SparseLogProbs,
     old: SparseLogProbs,
@@ -325,12 +325,13 @@ def _logsumexp(values: Tensor) -> Tensor:
     return torch.where(empty.squeeze(-1), -torch.inf, total)
 
 
-def _refuse_nan(logits: Tensor) -> None:
-    invalid = logits.isnan().any()
-    if not may_ask(logits):
-        torch._assert_async(~invalid, "SparseLogProbs: logits hold NaN")
-    elif bool(invalid):
+def _refuse_rows_of_no_distribution(largest: Tensor) -> None:
+    """By each row's largest logit, [..., 1], which is NaN where one is."""
+    invalid = ~largest.isfinite()
+    if not may_ask(largest):
+        torch._assert_async(~invalid.any(), "SparseLogProbs: logits hold NaN or inf, or a row of -inf")
+    elif bool(invalid.any()):
         raise InvalidInputError(
-            f"logits of shape {tuple(logits.shape)} hold {int(logits.isnan().sum())} NaN. Look for overflow "
-            "in the model (float16?) or a learning rate that destroyed it."
+            f"the logits of {int(invalid.sum())} of {largest.numel()} rows hold NaN or inf, or are all -inf. "
+            "Look for overflow in the model (float16?) or a learning rate that destroyed it."
         )

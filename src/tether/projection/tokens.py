@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,11 +46,6 @@ class ProjectedTokens:
     converged: Tensor | None = None
     """Whether the token was inside the bound or the solver met it, bool (see `CategoricalProjection`): where
     not, the projection respects the bound but does not use all of it. None where nobody said."""
-
-    @property
-    def log_probs(self) -> NoReturn:
-        """Was the projected policy's in one result and the network's own in another."""
-        raise AttributeError("log_probs is now projected_log_probs (under the projection) or new_log_probs.")
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor changed: padded, flattened, cut, moved."""

@@ -26,6 +26,9 @@ MEDIA = {
 }  # fmt: skip
 EMBEDDED_BYTES = 8 * 2**20
 """Pictures and videos up to this size stand in the page; larger ones are named only."""
+FEWEST_EQUAL_SEEDS = 4
+"""So many seeds with one and the same end say something; the interval over fewer has no width, which is no
+certainty. It is from four seeds a method on that a permutation test can decide, too."""
 NAMED_RIVALS = 3
 """So many methods the sentence on the outcome names; the others it counts."""
 
@@ -143,7 +146,7 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
         return f"{so_far}{best.label}: {name} goes from {start} to {value}."
     outcome = f"{so_far}{best.label} ends highest, with a {name} of {value}"
     over = {summary.over for summary in known}
-    if "nothing" in over:
+    if "nothing" in over or any(map(_too_few_equal, known)):
         return f"{outcome}; how certain that is cannot be told from these runs."
     rivals = [summary for summary in known if summary is not best]
     close = [rival.label for rival in rivals if rival.final and rival.final.high >= best.final.low]
@@ -153,6 +156,11 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
         return f"{outcome}, but its interval does not set it apart from {named}."
     seeds = "" if over == {"seeds"} else "; other seeds may end otherwise"
     return f"{outcome}; its interval lies above all others{seeds}."
+
+
+def _too_few_equal(summary: MethodSummary) -> bool:
+    final = summary.final
+    return final is not None and final.low == final.high and len(summary.seeds) < FEWEST_EQUAL_SEEDS
 
 
 def _summary_row(summary: MethodSummary) -> dict[str, Any]:

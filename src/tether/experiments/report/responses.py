@@ -65,7 +65,7 @@ def _response(row: Mapping[str, Any], scale: float) -> dict[str, Any]:
         "prompt": row.get("prompt", ""),
         "reference": str(row.get("reference", "")),
         "reward": f"{reward:.3g}",
-        "verdict": verdict(reward >= 1, reward),
+        "verdict": verdict(bool(row.get("correct", reward >= 1)), reward),
         "tokens": tokens,
         "projected": sum(token["projected"] for token in tokens),
         "largest_kl": f"{_largest_kl(row):.2g}" if tokens else "-",

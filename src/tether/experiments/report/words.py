@@ -93,7 +93,7 @@ def tint_texts(edges: Sequence[str]) -> list[str]:
 
 
 def verdict(right: bool, reward: float) -> str:
-    """``"right"``, ``"partly right"`` or ``"wrong"``."""
+    """``"right"``, ``"partly right"`` (not right, and rewarded all the same) or ``"wrong"``."""
     return "right" if right else "partly right" if reward > 0 else "wrong"
 
 

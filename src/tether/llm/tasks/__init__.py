@@ -9,17 +9,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from tether.errors import ConfigError
 from tether.llm.tasks.arithmetic import ArithmeticTask
 from tether.llm.tasks.chained import ChainedTask
 from tether.llm.tasks.code import CodeTask
 from tether.llm.tasks.custom import CustomTask
 from tether.llm.tasks.gsm8k import GSM8KTask
 from tether.llm.tasks.math import MathTask
+from tether.llm.tasks.options import bind_options
 from tether.llm.tasks.protocol import Problem, Prompt, Split, Task, Verdict
 from tether.llm.tasks.reasoning_gym import ReasoningGymTask
 from tether.llm.tasks.training import reward_function, to_dataset
@@ -41,7 +40,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Every task by name."""
 
 
-def make_task(name: str, **options: Any) -> Task:
+def make_task(name: str, /, **options: Any) -> Task:
     """Build a task from its name and options, as a configuration file gives them.
 
     Args:
@@ -49,7 +48,8 @@ def make_task(name: str, **options: Any) -> Task:
         **options: The task's own keywords.
 
     Raises:
-        ConfigError: The name or an option is unknown; the message lists what there is.
+        ConfigError: The name or an option is unknown, and the message lists what there is; or an option is of
+            another type than the task's signature says.
 
     >>> make_task("chained", terms=3).max_response_tokens
     30
@@ -58,12 +58,7 @@ def make_task(name: str, **options: Any) -> Task:
     tether.errors.ConfigError: Unknown task 'chaned'. Did you mean 'chained'? Known: aime, amc, ...
     """
     factory = look_up(name, TASKS, "task")
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        known = ", ".join(inspect.signature(factory).parameters) or "none"
-        raise ConfigError(f"Task {name!r}: {error}. Its options are: {known}.") from error
-    task: Task = factory(**options)
+    task: Task = factory(**bind_options(name, factory, options))
     return task
 
 

@@ -138,12 +138,19 @@ _CORRECT = 1.0
 
 _TEN_TO = r"10\ ?\^\ ?(?:\{-?\d{1,12}\}|-?\d{1,12})"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-# A fraction, a power and a power of ten are one number, so that 3/4 does not end in 4.
+_FRACTIONS = "¼-¾⅐-⅟↉"
+_RAISED = "²³¹⁰-ⁿ"
+# A sign that stands apart follows nothing, a relation, a bracket or a word: after a number or a variable it
+# would subtract, on a line of its own it may be a list's, and after a word an en dash is a dash.
+_SPACED_SIGN = (
+    rf"(?:(?:\A|(?<=[=≈:,;<>]\ )|(?<=[=≈:,;<>(\[{{$*]))[{MINUS}]|(?<=[A-Za-z][A-Za-z]\ )[-\u2212])\ "
+)
+# A fraction, a power and a power of ten are one number, so that neither 3/4 ends in 4 nor 2½ begins as 2.
 _LAST = re.compile(
     rf"\\[dtc]?frac\W{{0,2}}\d+(?:\W{{1,3}}\d+)?"
-    rf"|(?:(?<![\w.)\]}}])[{MINUS}])?\$?(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+    rf"|(?:(?<![\w.)\]}}])[{MINUS}]|{_SPACED_SIGN})?\$?(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
     rf"(?:[eE][-+]?\d{{1,12}}(?!\d)|\ ?(?:\\times|\\cdot|[×x*])\ ?{_TEN_TO}"
-    r"|\ ?\^\ ?\{?-?\d+\}?|(?:\ ?/\ ?\d+)+)?",
+    rf"|\ ?\^\ ?\{{?-?\d+\}}?|(?:\ ?[/⁄∕]\ ?\d+)+|\ ?[{_FRACTIONS}]|[{_RAISED}]+)?|[{_FRACTIONS}]",
     re.ASCII,
 )
 _SIGN = re.compile(rf"(?<!\w)[{MINUS}](?=[$£€]?\.?\d)", re.ASCII)
@@ -207,7 +214,7 @@ def last_number(response: str) -> str | None:
     >>> last_number("12 + 30 = 42 apples"), last_number("none")
     ('42', None)
     """
-    found = deque(_LAST.finditer(response), maxlen=1)
+    found = deque(_LAST.finditer(response.strip()), maxlen=1)
     return found[0][0] if found else None
 
 

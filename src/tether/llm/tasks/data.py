@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from tether.errors import ConfigError, DataError, MissingDependencyError, TetherWarning
+from tether.errors import ConfigError, DataError, MissingDependencyError, warn
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request, split_of
 
 Row = TypeVar("Row")
@@ -201,11 +200,8 @@ def sound_rows(
                 raise
             broken.append(str(error))
     if broken:
-        warnings.warn(
-            f"{len(broken)} of {count} rows are broken and left out (bad_rows='skip'); the first: "
-            f"{broken[0]}",
-            TetherWarning,
-            stacklevel=3,
+        warn(
+            f"{len(broken)} of {count} rows are broken and left out (bad_rows='skip'); the first: {broken[0]}"
         )
     return parsed
 

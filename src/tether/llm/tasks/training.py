@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tether.errors import DataError, InvalidInputError, MissingDependencyError
+from tether.errors import ConfigError, DataError, InvalidInputError, MissingDependencyError
 from tether.llm.tasks.protocol import BatchTask, Split, Task, Verdict
 
 if TYPE_CHECKING:
@@ -119,13 +120,31 @@ def mean_parts(verdicts: Sequence[Verdict]) -> dict[str, float]:
 def verify_all(task: Task, responses: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
     """Check responses against their answers, together where the task is faster that way.
 
+    Raises:
+        ConfigError: The task gives a reward that is no finite number, which no trainer can learn from.
+
     >>> from tether.llm.tasks import ArithmeticTask
     >>> [verdict.correct for verdict in verify_all(ArithmeticTask(), ["3", "4"], ["3", "5"])]
     [True, False]
     """
     if isinstance(task, BatchTask) and _verifies_together(type(task)):
-        return task.verify_many(responses, answers)
-    return [task.verify(text, answer) for text, answer in zip(responses, answers, strict=True)]
+        verdicts = task.verify_many(responses, answers)
+    else:
+        verdicts = [task.verify(text, answer) for text, answer in zip(responses, answers, strict=True)]
+    for text, verdict in zip(responses, verdicts, strict=True):
+        if not _is_finite(verdict.reward):
+            raise ConfigError(
+                f"Task {task.name!r} gave the reward {verdict.reward!r} to the response {text!r:.200}. Mend "
+                "its verify: it must give a finite number to whatever a model writes."
+            )
+    return verdicts
+
+
+def _is_finite(reward: object) -> bool:
+    try:
+        return math.isfinite(reward)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):  # None, a text, an integer beyond all floats
+        return False
 
 
 def _verifies_together(kind: type) -> bool:
