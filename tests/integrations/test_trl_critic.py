@@ -104,6 +104,7 @@ def test_values_come_to_predict_what_the_prompt_tells(make_trainer: Callable[...
     assert sum(explained[-4:]) / 4 > 0.5
 
 
+@pytest.mark.filterwarnings("ignore:.*suppress_tokens")
 def test_accumulated_micro_batches_are_one_update_of_the_critic(train: Callable[..., Any]) -> None:
     """Up to the token mean, which is taken within a micro-batch, so responses must all be of one length."""
     settings = {"max_steps": 1, "max_completion_length": 3, "generation_kwargs": {"suppress_tokens": [28]}}

@@ -62,6 +62,7 @@ class TROLLTrainer(ObjectiveTrainer):
     _name = "TROLL"
     _paper = PAPER
     _config_class = TROLLConfig
+    _reads_troll_settings = True
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *rest: Any, **kwargs: Any

@@ -35,6 +35,7 @@ class FittedTrainer(GRPOTrainer):
     """
 
     _config_class: type[GRPOConfig] = GRPOConfig
+    _reads_troll_settings = False
 
     def __init__(
         self,
@@ -45,15 +46,15 @@ class FittedTrainer(GRPOTrainer):
         *rest: Any,
         **kwargs: Any,
     ) -> None:
-        args = self._settings(model, args)
-        self._check_read(args)
-        args = fit_to_data(args, train_dataset)
+        if args is not None:
+            self._check_read(args)
+        args = fit_to_data(self._settings(model, args), train_dataset)
         super().__init__(model, reward_funcs, args, train_dataset, *rest, **kwargs)
 
     @classmethod
     def _check_read(cls, args: Any) -> None:
         """Refuse what TROLLTrainer would read and this trainer does not."""
-        if not isinstance(args, TROLLConfig) or issubclass(cls._config_class, TROLLConfig):
+        if cls._reads_troll_settings or not isinstance(args, TROLLConfig):
             return
         unread = {
             field.name: getattr(args, field.name)
