@@ -73,12 +73,14 @@ STUDIES = {
     "g-optimizer-search": "SGD's learning rates, validation problems",
     "j-3-search": "Settings for data 64 updates old, validation problems",
     "j-4-search-others": "The same for the other methods, validation problems",
+    "j-5-search-lag-04": "Settings for data 4 updates old, validation problems",
+    "j-5-search-lag-01": "Settings for data at most an update old, validation problems",
 }
 
 # One or two seeds a setting: for choosing, not for a method's own page.
 _SEARCHES = (
     "search", "search-64", "search-longer", "g-optimizer-search", "j-3-search", "j-4-search-others",
-    "k-rates",
+    "j-5-search-lag-04", "j-5-search-lag-01", "k-rates",
 )  # fmt: skip
 
 # Rows of a method that a page shows unfolded.

@@ -45,12 +45,22 @@ def replace_the_list(checkpoint: Path) -> None:
     (checkpoint / COMPLETE).write_text("[]")
 
 
+def list_names_alone(checkpoint: Path) -> None:
+    (checkpoint / COMPLETE).write_text('{"files": ["weights"]}')
+
+
+def list_no_sizes(checkpoint: Path) -> None:
+    (checkpoint / COMPLETE).write_text('{"files": {"weights": {}}}')
+
+
 DAMAGES = [
     (truncate, "weights has 100 bytes instead of 200"),
     (flip_a_bit, "weights holds other bytes"),
     (lose_a_file, "deeper/state is missing"),
     (cut_the_list, "COMPLETE is not what was written"),
     (replace_the_list, "COMPLETE is not what was written"),
+    (list_names_alone, "COMPLETE is not what was written"),
+    (list_no_sizes, "COMPLETE is not what was written"),
 ]
 
 

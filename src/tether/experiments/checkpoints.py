@@ -97,14 +97,15 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
     """
     try:
         listed = load_json((checkpoint.path / COMPLETE).read_bytes()).get("files", {})
-    except (ValueError, AttributeError) as error:
-        return f"{COMPLETE} is not what was written ({error})"
+        sizes = {name: wanted["bytes"] for name, wanted in listed.items()}
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        return f"{COMPLETE} is not what was written ({error!r})"
     for name, wanted in listed.items():
         path = checkpoint.path / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != wanted["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}"
+        if path.stat().st_size != sizes[name]:
+            return f"{name} has {path.stat().st_size} bytes instead of {sizes[name]}"
         if _fingerprint(path) != wanted:
             return f"{name} holds other bytes than were written (its SHA-256 differs)"
     return None
