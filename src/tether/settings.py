@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 
 from tether.errors import ConfigError, InvalidInputError
 
@@ -195,6 +195,11 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     _check_type(name, value, str, f'text, such as "{allowed[0]}"')
     if value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number, numpy's included, and no bool, which Python counts as one."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_type(name: str, value: Any, kind: type, example: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any, Literal
 
 from tether.errors import InvalidInputError
+from tether.settings import is_number
 
 Statistic = Literal["mean", "max"] | float
 
@@ -90,7 +90,7 @@ def check_step_back(budget: Any, statistic: Any, passes: Any) -> None:
     Raises:
         InvalidInputError: naming the setting and its value.
     """
-    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < float(budget) < math.inf:
+    if not (is_number(budget) and 0 < budget < math.inf):
         raise InvalidInputError(
             f"The budget of a step back must be positive and finite, in nats, such as 0.05; got {budget!r}."
         )

@@ -142,6 +142,15 @@ def test_beams_are_no_sampler(make_trainer: Callable[..., Any]) -> None:
         make_trainer(TROLLTrainer, TROLLConfig, **settings)
 
 
+def test_what_switches_nothing_on_is_no_truncation_and_no_beam(make_trainer: Callable[..., Any]) -> None:
+    """As vLLM and Transformers write it."""
+    settings = {"troll_anchor": "sampler", "generation_kwargs": {"top_k": -1, "num_beams": None}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TetherWarning)
+        trainer = make_trainer(TROLLTrainer, TROLLConfig, **settings)
+    assert trainer._truncates == {}
+
+
 @pytest.mark.parametrize("name", ["clip", "dppo"])
 def test_settings_of_another_trainer_are_refused(make_trainer: Callable[..., Any], name: str) -> None:
     trainer_class, _, _, arguments = TRAINERS[name]

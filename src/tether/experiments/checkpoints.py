@@ -127,9 +127,7 @@ def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpo
                 f"{newest.path} is damaged: {damage}. Restore the file; or delete the folder, or skip "
                 f"damaged checkpoints, to go on from {before}."
             )
-        warn(
-            f"{newest.path} is damaged ({damage}) and passed over; going on from {before}.",
-        )
+        warn(f"{newest.path} is damaged ({damage}) and passed over; going on from {before}.")
     return None
 
 

@@ -98,9 +98,7 @@ class Mismatch:
         if self._first is None:
             self._first = mean
         elif mean > max(_UNUSUAL * self._first, _SINGLE.usual):
-            warn(
-                f"{finding}; after the first transfer it was {self._first:.2g}. {_CAUSES}",
-            )
+            warn(f"{finding}; after the first transfer it was {self._first:.2g}. {_CAUSES}")
 
 
 def explained(trainer: Any, engine: torch.dtype | None, chosen: float | None) -> Tolerance:

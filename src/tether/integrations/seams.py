@@ -71,9 +71,7 @@ def require(plugin: str, tested: Tested, version: str, troubles: list[str]) -> N
             f"Install a tested one with: pip install '{tested.package}=={tested.newest}'"
         )
     if not tested.covers(version):
-        warn(
-            f"{known}. Everything the plug-in stands on is where it was, but nobody has trained with it.",
-        )
+        warn(f"{known}. Everything the plug-in stands on is where it was, but nobody has trained with it.")
 
 
 def moved(signatures: Signatures, sources: Sources, fields: Fields) -> list[str]:

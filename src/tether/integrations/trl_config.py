@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -199,7 +200,7 @@ def _check_combinations(config: TROLLConfig) -> None:
 
 # Settings under which tokens are not drawn from the distribution that is scored, of Transformers' generation
 # and of vLLM, with the values that change nothing. Truncation is what a region around the sampler allows for.
-_TRUNCATING: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+TRUNCATING: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
 _RESHAPING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (None, 0.0)),
@@ -217,14 +218,18 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
 _TOLD_BY_TRL = ("top_p", "top_k", "repetition_penalty", "do_sample")
 
 
+def changed_sampling(config: GRPOConfig, neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Those of the settings in `neutral` that have another value than one that changes nothing."""
+    given = {name: getattr(config, name) for name in (*TRUNCATING, "repetition_penalty")}
+    given.update(config.generation_kwargs or {})
+    return {name: v for name, v in given.items() if name in neutral and v not in neutral[name]}
+
+
 def warn_of_reshaped_sampling(config: GRPOConfig, anchor: Anchor) -> None:
     """Warn if tokens are not drawn from the distribution whose log-probabilities are compared."""
-    given = {name: getattr(config, name) for name in (*_TRUNCATING, "repetition_penalty")}
-    given.update(config.generation_kwargs or {})
-    neutral = _RESHAPING | (_TRUNCATING if anchor == "trainer" else {})
+    neutral = _RESHAPING | (TRUNCATING if anchor == "trainer" else {})
     neutral["temperature"] = (None, config.temperature)  # what the scores are divided by
-    changed = {name: v for name, v in given.items() if name in neutral and v not in neutral[name]}
-    if changed:
+    if changed := changed_sampling(config, neutral):
         warn(
             f"{changed} make the sampler a different policy than the one whose log-probabilities are "
             "compared: samples are drawn from a truncated or reshaped distribution, ratios are those of the "
@@ -240,7 +245,7 @@ def warn_of_generation_settings(model: Any, config: GRPOConfig) -> None:
     given = {**(config.generation_kwargs or {}), **({} if config.min_p is None else {"min_p": config.min_p})}
     changed = {
         name: getattr(settings, name, None)
-        for name, neutral in (_RESHAPING | _TRUNCATING).items()
+        for name, neutral in (_RESHAPING | TRUNCATING).items()
         if name not in given and name not in _TOLD_BY_TRL and getattr(settings, name, None) not in neutral
     }
     if changed:

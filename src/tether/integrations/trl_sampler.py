@@ -24,6 +24,7 @@ from tether.integrations.sampler_reports import (
     collect,
     report_sequence,
 )
+from tether.integrations.trl_config import TRUNCATING, changed_sampling
 from tether.integrations.trl_lag import LaggedTrainer
 from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.vllm_on_cpu import reload_weights
@@ -91,9 +92,9 @@ class ReportingTrainer(LaggedTrainer):
                 f"anchor={self.anchor!r} with sampler_weight={self.sampler_weight} needs. Leave it off, or "
                 "use vLLM."
             )
-        if (beams := (self.args.generation_kwargs or {}).get("num_beams", 1)) != 1:
+        if (beams := (self.args.generation_kwargs or {}).get("num_beams")) not in (None, 1):
             raise ConfigError(f"num_beams={beams} searches, and samples from no distribution. Set it to 1.")
-        self._truncates = _truncates(self)
+        self._truncates = changed_sampling(self.args, TRUNCATING)
         if self._truncates and self.beta != 0.0:
             raise ConfigError(
                 f"beta={self.beta} compares whole distributions with the reference policy, but sampling is "
@@ -238,28 +239,19 @@ def report_top_k(generation: Any, top_k: int) -> None:
     generation.generate = with_records
 
 
-def _truncates(trainer: Any) -> dict[str, Any]:
-    """The settings by which sampling keeps a set of ids; empty if it does not."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    given = {name: getattr(trainer.args, name) for name in neutral} | {
-        name: value for name, value in (trainer.args.generation_kwargs or {}).items() if name in neutral
-    }
-    return {name: value for name, value in given.items() if value not in (neutral[name], None)}
-
-
 def _check_compact(trainer: Any) -> None:
     """Refuse what `decode` does not do.
 
     Raises:
         ConfigError: naming it.
     """
-    args = trainer.args
+    args, truncated = trainer.args, changed_sampling(trainer.args, TRUNCATING)
     against = {
         "vLLM writes the responses (use_vllm=True)": trainer.use_vllm,
         "use_transformers_continuous_batching=True": trainer.use_transformers_continuous_batching,
         "a rollout_func writes the responses": trainer.rollout_func is not None,
         f"{trainer.accelerator.num_processes} processes": trainer.accelerator.num_processes > 1,
-        f"sampling is truncated ({_truncates(trainer)})": bool(_truncates(trainer)),
+        f"sampling is truncated ({truncated})": bool(truncated),
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,
         f"generation_kwargs={args.generation_kwargs}": bool(args.generation_kwargs),
         "the model reads more than text": getattr(trainer, "_is_vlm", False),

@@ -85,7 +85,7 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     config.output.mkdir(parents=True, exist_ok=True)
     jobs = [_job(cell, threads) for cell in missing]
     finished: list[Path] = []
-    earlier = {job.folder for job in jobs if job.finished()}
+    earlier = {job.folder for job in jobs if is_finished(job.folder)}
 
     def finish(job: Job) -> None:
         finished.append(job.folder)

@@ -184,9 +184,8 @@ def _outcomes(
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         dtype = torch.promote_types(torch.promote_types(new.dtype, old.dtype), torch.float32)
         new, old = (torch.where(counted[..., None], side.to(dtype), 0.0) for side in (new, old.detach()))
-        sampled = torch.where(counted, response_ids, 0).long()
-        check_ids(sampled, new.shape[-1], lowest=0)
-        return _Outcomes(new, old, sampled)
+        check_ids(response_ids, new.shape[-1], lowest=0)
+        return _Outcomes(new, old, response_ids.long())
     if isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs):
         _check_sampled_kept(old, response_ids, counted)
         new, old = on_one_support(

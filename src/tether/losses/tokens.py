@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.base import check_tokens
 from tether.projection.tokens import masked_max, masked_mean
+from tether.settings import is_number
 
 #: Where ratios stop growing: exp overflows float32 at 88.7, and 0 times infinity is NaN in a gradient.
 LARGEST_LOG_RATIO = 80.0
@@ -107,7 +106,7 @@ def weighted_log_likelihood(tokens: Tokens, weight: Tensor) -> Tensor:
 
 def check_at_least(name: str, value: float, least: float, usual: str, *, above: bool = False) -> None:
     """Refuse a hyperparameter below `least` (or, with `above`, equal to it), or NaN."""
-    if not _is_number(value) or math.isnan(value) or value < least or (above and value == least):
+    if not is_number(value) or math.isnan(value) or value < least or (above and value == least):
         relation = "greater than" if above else "at least"
         raise InvalidInputError(f"{name} must be {relation} {least:g}, got {value!r} ({usual}).")
 
@@ -125,10 +124,6 @@ def check_range(name: str, low: float, high: float, usual: str) -> None:
 
 def check_share(name: str, value: float, usual: str, *, from_zero: bool = False) -> None:
     """Refuse a hyperparameter outside (0, 1] (with `from_zero`, outside [0, 1)), or NaN."""
-    if not _is_number(value) or not (0 <= value < 1 if from_zero else 0 < value <= 1):
+    if not is_number(value) or not (0 <= value < 1 if from_zero else 0 < value <= 1):
         allowed = "[0, 1)" if from_zero else "(0, 1]"
         raise InvalidInputError(f"{name} must lie in {allowed}, got {value!r} ({usual}).")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

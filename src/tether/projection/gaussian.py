@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from tether.projection.gaussian_covariance import (
     project_scale,
 )
 from tether.projection.gaussian_curves import x_minus_log1p
+from tether.settings import is_number
 
 
 @dataclass(frozen=True)
@@ -300,9 +299,8 @@ def _check(
     *,
     matrix: bool,
 ) -> None:
-    bounds: dict[str, Any] = {"mean_bound": mean_bound, "cov_bound": cov_bound}
-    for name, bound in bounds.items():
-        if isinstance(bound, bool) or not (isinstance(bound, Real) and float(bound) > 0):
+    for name, bound in (("mean_bound", mean_bound), ("cov_bound", cov_bound)):
+        if not (is_number(bound) and bound > 0):
             raise InvalidInputError(
                 f"{name} must be a positive number, got {bound!r}. "
                 "Typical values are 0.005 to 0.1 (mean) and 0.0005 to 0.02 (covariance)."
