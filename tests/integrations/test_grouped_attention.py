@@ -85,3 +85,16 @@ def test_a_model_with_another_attention_is_left_as_it_is() -> None:
     model = make("Llama-3", attn_implementation="eager")
     with grouped_attention(model):
         assert model.config._attn_implementation == "eager"
+
+
+def test_rotated_queries_under_autocast_are_rounded_and_take_the_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (query, key, value), mask = inputs(23, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", None)
+        found, _ = grouped._attend(torch.nn.Module(), query, key, value.bfloat16(), mask, scaling=0.2)
+    rounded = [part.bfloat16() for part in (query, key, value)]
+    wanted, _ = grouped._attend(torch.nn.Module(), *rounded, mask, scaling=0.2)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)

@@ -67,7 +67,10 @@ def _attend(
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """As Transformers calls it: query [B, heads, L, D], key and value [B, groups, S, D]."""
-    square = query.dtype in _HALF and attention_mask is not None
+    # Rotated queries and keys are float32 under autocast, which rounds them for the products.
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocast else query.dtype
+    square = dtype in _HALF and attention_mask is not None
     small = square and query.shape[2] * key.shape[2] <= _LARGEST_SQUARE
     if dropout or not (query.shape[2] == 1 or small):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -78,6 +81,7 @@ def _attend(
         return attended
     batch, heads, length, width = query.shape
     groups = key.shape[1]
+    query, key, value = (part.to(dtype) for part in (query, key, value))
     stacked = query.reshape(batch, groups, heads // groups * length, width)
     scores = torch.matmul(stacked, key.transpose(-1, -2)).view(batch, groups, -1, length, key.shape[2])
     scores = scores.mul_(width**-0.5 if scaling is None else scaling)
