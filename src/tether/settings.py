@@ -99,6 +99,15 @@ _FACTORS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+#: What a `LagBound` calls its settings, and what methods and trainers call them.
+LAG_BOUND = {
+    "kl_bound": "kl_bound",
+    "growth": "lag_growth",
+    "rate": "lag_rate",
+    "largest": "kl_bound_largest",
+}
+
+
 @dataclass(frozen=True)
 class LagBound:
     """The bound on KL(new || sampler) of a token that was sampled `lag` optimizer steps ago, in nats.
@@ -122,7 +131,7 @@ class LagBound:
     """At lag 0."""
     growth: LagGrowth = "constant"
     rate: float = 0.0
-    """See `LagGrowth`; without effect on the constant."""
+    """See `LagGrowth`."""
     largest: float = math.inf
     """Never more than this."""
 
@@ -130,6 +139,8 @@ class LagBound:
         """Refuse what cannot be meant."""
         check_kl_bound(self.kl_bound)
         check_choice("growth", self.growth, get_args(LagGrowth))
+        _check_type("rate", self.rate, Real, "a number such as 0.5")
+        _check_type("largest", self.largest, Real, "a number of nats such as 0.5")
         if not 0 <= self.rate < math.inf:
             raise InvalidInputError(
                 f"rate must be a number from 0, got {self.rate!r}: a bound does not shrink with the lag."
@@ -139,6 +150,25 @@ class LagBound:
                 f"largest must be at least kl_bound={self.kl_bound}, got {self.largest!r}; math.inf for no "
                 "limit."
             )
+        if self.growth == "constant" and (self.rate or self.largest < math.inf):
+            name, value = ("rate", self.rate) if self.rate else ("largest", self.largest)
+            raise InvalidInputError(
+                f"{name} is of a bound that grows with the lag, and this one is constant; got {value!r}. "
+                f"Choose how it grows ({', '.join(get_args(LagGrowth)[1:])}), or leave {name} out."
+            )
+
+    @classmethod
+    def read(cls, config: Any, key: str) -> Self:
+        """The bound that a trainer's configuration describes under prefixed names; as `TROLLSettings.read`.
+
+        The names besides `kl_bound` are `lag_growth`, `lag_rate` and `kl_bound_largest`.
+        """
+        prefix = key.rpartition(".")[-1]
+        try:
+            return cls(**{own: getattr(config, prefix + name) for own, name in LAG_BOUND.items()})
+        except InvalidInputError as error:
+            own, _, rest = str(error).partition(" ")
+            raise ConfigError(f"{key}{LAG_BOUND[own]} {rest}") from error
 
     def at(self, lag: Tensor) -> Tensor:
         """The bounds of tokens with these lags, of the same shape, float64."""
@@ -178,13 +208,13 @@ def check_support_size(top_k: int, mass: float) -> None:
 
 def check_kl_stop(kl_stop: float | None) -> None:
     """Refuse a budget of KL a batch that is not a positive number; None is no budget."""
-    if kl_stop is not None and not 0 < kl_stop < math.inf:
+    if kl_stop is not None and not (is_number(kl_stop) and 0 < kl_stop < math.inf):
         raise ConfigError(f"kl_stop must be a positive number, got {kl_stop!r}.")
 
 
 def check_step_scale(largest: float | None) -> None:
     """Refuse a largest weight of a response that is not a positive number; None is no scaling."""
-    if largest is not None and not largest > 0:
+    if largest is not None and not (is_number(largest) and largest > 0):
         raise ConfigError(
             f"step_scale is the largest weight of a response, a positive number such as 2; got {largest!r}."
         )

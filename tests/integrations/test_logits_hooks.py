@@ -111,7 +111,8 @@ def test_the_unchanged_policy_has_ratio_one_and_the_plain_gradient() -> None:
     ("keywords", "message"),
     [
         ({"support": "exact"}, "support must be one of bucket, paper, got 'exact'"),
-        ({"sequence_lengths": torch.tensor([4, 4])}, "add up to the 11 tokens, got .* with sum 8"),
+        ({"sequence_lengths": torch.tensor([4, 4])}, r"add up to the 11 tokens, got \[4, 4\]"),
+        ({"sequence_lengths": torch.tensor([12, -1])}, r"not negative, .* got \[12, -1\]"),
         ({"kl_bound": 0.0}, "kl_bound"),
     ],
 )
@@ -120,6 +121,20 @@ def test_what_cannot_be_worked_with_is_named(keywords: dict[str, Any], message: 
     old = record_old_policy(case.old, case.sampled, rows=case.rows)
     with pytest.raises(InvalidInputError, match=message):
         project_on_old_policy(case.new, case.sampled, old, rows=case.rows, **keywords)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+@pytest.mark.parametrize("which", ["rows", "sampled_ids"])
+def test_a_row_or_an_id_that_is_none_is_refused(which: str, wrong: int) -> None:
+    """A row of -1 is the last one of the pack: another sequence's distribution."""
+    case = Case()
+    given = {"rows": case.rows.clone(), "sampled_ids": case.sampled.clone()}
+    old = record_old_policy(case.old, **given)
+    given[which][3] = wrong
+    for act in (lambda: record_old_policy(case.old, **given),
+                lambda: project_on_old_policy(case.new, old=old, **given)):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=rf"must lie in \[0, \d+\); found {wrong}"):
+            act()
 
 
 def test_another_batchs_old_policy_is_refused() -> None:

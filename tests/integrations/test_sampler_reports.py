@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tiny_language_model import make_tiny_model
 
 from tether.errors import ConfigError, InvalidInputError, StaleSamplerError, TetherWarning
-from tether.integrations.sampler_check import Mismatch, Tolerance
+from tether.integrations.sampler_check import Mismatch, SamplerCheck, Tolerance
 from tether.integrations.sampler_reports import collect, report_sequence
 from tether.integrations.trl import TROLLConfig, TROLLTrainer
 from tether.integrations.trl_sampler import report_top_k
@@ -175,3 +176,25 @@ def test_what_half_precision_explains_follows_the_first_transfer() -> None:
     for mismatch, mean in ((coarse, 0.16), (fine, 0.07), (Mismatch(), 0.16)):
         with pytest.raises(StaleSamplerError, match="arithmetic explains"):
             mismatch.judge(3, 10, mean, half)
+
+
+def test_rollouts_of_which_nothing_counts_leave_the_check_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their difference of 0 would be taken for what arithmetic explains."""
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=1), model=SimpleNamespace(training=True), _metrics={"train": {}},
+        accelerator=SimpleNamespace(reduce=lambda values, **_: values),
+    )  # fmt: skip
+    trainer._metrics["train"] = defaultdict(list)
+    check = SamplerCheck(trainer, 0.1)
+    monkeypatch.setattr(SamplerCheck, "tolerance", Tolerance(0.05, 0.15))
+    found = iter([(0.0, 0.0), (0.6, 20.0), (3.0, 50.0)])
+    monkeypatch.setattr(check, "_difference", lambda *_: tuple(map(torch.tensor, next(found))))
+    check.after_generation({}, None)  # type: ignore[arg-type]
+    assert not trainer._metrics["train"]
+    for _ in range(2):  # the second is not measured: the same weights
+        check.after_generation({}, None)  # type: ignore[arg-type]
+    trainer.state.global_step = 2
+    check.after_generation({}, None)  # type: ignore[arg-type]  # 0.06 is twice the first, and no alarm
+    assert trainer._metrics["train"]["trust_region/sampler_mismatch"] == pytest.approx([0.03, 0.06])

@@ -65,6 +65,19 @@ def test_trains_on_data_of_any_age(make_async: Callable[..., Any], lag: int) -> 
     assert all(log["clip_ratio/region_mean"] == 0 for log in logs)
 
 
+def test_the_lag_that_is_logged_is_of_the_oldest_sequence(make_async: Callable[..., Any]) -> None:
+    """Over all updates and micro-batches since the last log, as in the synchronous trainer."""
+    trainer = make_async(2, max_steps=6, logging_steps=6, gradient_accumulation_steps=2)
+    seen = []
+    real = trainer._log_tokens
+    trainer._log_tokens = lambda tokens, metrics, lag, mask: (
+        seen.append(float(lag.max())), real(tokens, metrics, lag, mask)
+    )  # fmt: skip
+    trainer.train()
+    assert len(set(seen)) > 1
+    assert trainer.state.log_history[0]["trust_region/lag"] == max(seen)
+
+
 def _moved_batch(trainer: Any) -> dict[str, Any]:
     """A batch of rollouts, and then a network that has moved away from their sampler."""
     trainer._sync_weight()
@@ -220,7 +233,11 @@ def test_a_version_nobody_published_is_refused(make_async: Callable[..., Any]) -
     ("setting", "message"),
     [
         ({"troll_kl_bound": 0.0}, "troll_kl_bound must be"),
-        ({"troll_lag_growth": "cubic"}, "growth must be one of"),
+        ({"troll_lag_growth": "cubic"}, "troll_lag_growth must be one of"),
+        ({"troll_lag_growth": "linear", "troll_lag_rate": -1}, "troll_lag_rate must be"),
+        ({"troll_kl_bound_largest": 0.01}, "troll_kl_bound_largest must be at least"),
+        ({"troll_lag_rate": 0.25}, "troll_lag_rate is of a bound that grows"),
+        ({"troll_sampler_tolerance": -1.0}, "tolerance is a positive difference"),
         ({"epsilon": 0.1}, "belong to the clip"),
         ({"top_k": 100}, "Set troll_top_k=100"),
     ],

@@ -20,7 +20,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _chain_to_sequences,
 )
 
-from tether.errors import ConfigError, InvalidInputError, TetherError
+from tether.errors import ConfigError, EngineError, InvalidInputError, TetherError
 from tether.integrations.trl_async_records import SamplerRecords
 from tether.integrations.trl_async_worker import RecordingLoop, read_choice, record
 from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
@@ -118,19 +118,21 @@ class _Server(BaseHTTPRequestHandler):
     seen: list[tuple[str, bytes]]
     status: dict[str, int]
     device = b"cuda"
+    body = b""  # of every answer, if there is one
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.seen.append((self.path, body))
         self.send_response(self.status.get(self.path, 200))
         self.end_headers()
-        self.wfile.write(b"out of memory")
+        self.wfile.write(self.body or b"out of memory")
 
     def do_GET(self) -> None:
         self.seen.append((self.path, b""))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"vllm_config": {"device_config": {"device_type": "%s"}}}' % self.device)
+        settings = b'{"vllm_config": {"device_config": {"device_type": "%s"}}}' % self.device
+        self.wfile.write(self.body or settings)
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -191,6 +193,15 @@ def test_a_tied_head_that_a_cpu_would_keep_is_refused(server: Any, tmp_path: Pat
     with pytest.raises(TetherError, match="does not reload a head that is tied"):
         transfer.send_weights(iter([("a", torch.ones(1))]))
     assert [path for path, _ in server.seen] == ["/server_info?config_format=json"]
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[]", b'{"data": []}', b'{"choices": []}'])
+@pytest.mark.parametrize("ask", ["model_name", "complete"])
+def test_something_else_that_answers_there_is_named(server: Any, ask: str, body: bytes) -> None:
+    server.handler.body = body
+    found = VLLMServer(server.url)
+    with pytest.raises(EngineError, match=r"is no vLLM server: to /v1/\w+ it said .* Give the address"):
+        found.model_name() if ask == "model_name" else found.complete({}, 5.0)
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:

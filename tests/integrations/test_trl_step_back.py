@@ -212,6 +212,22 @@ def test_training_that_ends_inside_a_batch_ends_within_the_budget(make_trainer: 
     assert ["step_back/kl" in row for row in rows] == [False, False, False, True, False, False, True]
 
 
+def test_training_that_a_callback_ends_inside_a_batch_does_too(make_trainer: Callable[..., Any]) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 6
+
+    trainer, by_hand = bounded(make_trainer, "clip", learning_rate=1e-2)
+    trainer.add_callback(Stop())
+    trainer.train()
+    assert trainer.state.global_step == 6
+    last = trainer.state.log_history[-1]
+    assert last["step_back/kl"] <= BUDGET < last["step_back/kl_before"]
+    exact, rough = by_hand._measure(torch.float64), by_hand._measure(torch.float32)
+    within = SUMMED_ANOTHER_WAY * rounding_of(rough, exact)
+    assert float(exact.mean()) == pytest.approx(last["step_back/kl"], abs=within)
+
+
 def test_between_two_measurements_updates_are_those_of_no_bound(make_trainer: Callable[..., Any]) -> None:
     plain = make_trainer(OldPolicyTrainer, GRPOConfig, **{**SETTINGS, "max_steps": 3})
     plain.train()
@@ -269,6 +285,8 @@ def test_weights_of_another_model_are_refused(make_trainer: Callable[..., Any], 
         ({"budget": 0.1, "statistic": "median"}, {}, "got 'median'"),
         ({"budget": 0.1, "passes": 1}, {}, "at least 2 passes"),
         ({"budget": 0.1, "every": 0}, {}, "at least 1, got 0"),
+        ({"budget": 0.1, "every": 1.5}, {}, "whole number of updates of at least 1, got 1.5"),
+        ({"budget": 0.1, "every": "2"}, {}, "whole number of updates of at least 1, got '2'"),
         ({"budget": 0.1, "every": 5}, {}, "every=5 is more than the 4 updates"),
         (0.1, {"steps_per_generation": 1}, "serves one update here"),
         (0.1, {"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "would learn from two batches"),

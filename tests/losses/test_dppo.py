@@ -133,3 +133,10 @@ def test_distributions_on_different_ids_are_refused() -> None:
         dppo(row, row, torch.ones(1), torch.ones(1, 1), divergence="top-k-tv", new=new, old=old)
     with pytest.raises(InvalidInputError, match=r"both be.*got Tensor and SparseLogProbs"):
         dppo(row, row, torch.ones(1), torch.ones(1, 1), divergence="top-k-tv", new=logits, old=old)
+
+
+def test_tokens_that_teach_nothing_are_not_counted_as_clipped() -> None:
+    """Groups of equal reward have advantages of 0, however far their tokens moved."""
+    for new in (0.6, 0.2):
+        assert not _dropped(new, 0.4, 0.0, divergence_low=0.1, divergence_high=0.1)
+        assert _dropped(new, 0.4, 1.0 if new > 0.4 else -1.0, divergence_low=0.1, divergence_high=0.1)

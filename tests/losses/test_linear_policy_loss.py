@@ -378,10 +378,12 @@ def test_what_is_said_of_the_tokens_equals_the_ordinary_path(old: str) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", sorted(linear.REACH))
-def test_every_loss_reaches_as_far_as_is_said(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in sorted(linear.REACH)), ("tis", {"level": "sequence"})]
+)
+def test_every_loss_reaches_as_far_as_is_said(name: str, options: dict[str, Any]) -> None:
     batch = Batch()
-    given: dict[str, Any] = {"lag": torch.ones(B)} if name == "decoupled_clip" else {}
+    given = {"lag": torch.ones(B)} if name == "decoupled_clip" else options
     objective = of_sampled(LOSSES[name], batch, **given)
     assert_same(batch.run(objective, depends_on=linear.REACH[name]), batch.run(objective, depends_on="batch"))
 

@@ -198,8 +198,12 @@ def test_bounds_by_lag_worked_out_by_hand(bound: LagBound, expected: list[float]
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kl_bound": 0.0}, {"growth": "cubic"}, {"rate": -0.1}, {"rate": math.nan}, {"largest": 0.01}]
-)
+    "wrong",
+    [
+        {"kl_bound": 0.0}, {"growth": "cubic"}, {"rate": -0.1}, {"rate": math.nan}, {"rate": "0.5"},
+        {"rate": True}, {"largest": 0.01}, {"largest": "0.5"}, {"rate": 0.5}, {"largest": 0.5},
+    ],
+)  # fmt: skip
 def test_a_bound_by_lag_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         LagBound(**wrong)
@@ -210,8 +214,9 @@ def test_weights_are_truncated_and_one_under_the_mask() -> None:
     mask = torch.tensor([[1, 1, 0]])
     assert truncated_weights(prox, mu, mask).tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
     assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
-    with pytest.raises(InvalidInputError, match="largest must be positive"):
-        truncated_weights(prox, mu, mask, largest=0.0)
+    for wrong in (0.0, "2"):
+        with pytest.raises(InvalidInputError, match=f"largest must be positive, got {wrong!r}"):
+            truncated_weights(prox, mu, mask, largest=wrong)  # type: ignore[arg-type]
 
 
 def test_trimming_an_empty_batch_and_masses_that_are_none() -> None:

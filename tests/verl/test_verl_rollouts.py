@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -18,7 +19,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from tether.errors import ConfigError, InvalidInputError
-from tether.integrations.sampler_reports import Reported
+from tether.integrations.sampler_reports import Reported, report_sequence
 from tether.integrations.verl import rollouts, sampler_fields
 from tether.integrations.verl.rollouts import RecordingClient, SamplerAgentLoopWorker, TrainerSteps
 from tether.integrations.verl.vllm_reports import report
@@ -173,6 +174,37 @@ def test_tokens_an_agent_loop_changed_have_no_record() -> None:
 
     output = _run(_worker(_Client(engine)), turns)
     assert output.as_dict()["troll_sampler_count"].tolist() == [2, 0]
+
+
+def _packed(
+    turns: list[sampler_fields.Turn], response: list[int], mask: list[int] | None = None
+) -> tuple[list[int], list[float]]:
+    """How many ids each token's record has, and the first of their log-probabilities."""
+    fields = sampler_fields.pack(
+        turns, [1, 2], response, mask or [1] * len(response), calls_of=lambda version: version, updates=1
+    )
+    counts = fields["troll_sampler_count"].tolist()
+    firsts = np.cumsum([0, *counts])[:-1]
+    values = fields["troll_sampler_log_probs"]
+    return counts, [round(values[i].item(), 3) for i, n in zip(firsts, counts, strict=True) if n]
+
+
+def _answer(drawn: list[int], log_probs: list[float]) -> sampler_fields.Turn:
+    said = report_sequence(drawn, [[token] for token in drawn], [[one] for one in log_probs], 0, version=1)
+    return sampler_fields.Turn([1, 2], drawn, list(said), truncated=False)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_answers_to_one_prompt_the_one_that_was_kept_has_the_records(order: int) -> None:
+    """As in best-of-n: the last token of both is the same, drawn after different ones."""
+    kept, other = _answer([5, 6, 7], [-0.1, -0.2, -0.3]), _answer([5, 9, 7], [-1.1, -1.2, -1.3])
+    assert _packed([kept, other][::order], [5, 6, 7]) == ([1, 1, 1], [-0.1, -0.2, -0.3])
+
+
+def test_what_was_drawn_after_a_token_that_was_changed_has_no_record() -> None:
+    """The policy after the new token is not the one that was reported, though its own token still stands."""
+    counts, _ = _packed([_answer([5, 6, 7], [-0.1, -0.2, -0.3]), _answer([9], [-1.0])], [5, 8, 7], [1, 0, 1])
+    assert counts == [1, 0, 0]
 
 
 def test_trajectories_at_once_do_not_mix() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses import ProjectedTokens, project_tokens, troll_objective
+from tether.ops.checks import check_ids
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
 from tether.settings import SparseSupport, TROLLSettings, check_choice
@@ -56,6 +57,7 @@ def record_old_policy(
         >>> old.ids.tolist(), round(old.log_tail.exp().item(), 3)
         ([[0, 1, 3]], 0.087)
     """
+    _check_rows(logits, sampled_ids, rows, shard)
     with torch.no_grad():
         top = logits_top_ids(logits, top_k, rows=rows, shard=shard)
         least = logits_least_id(logits, rows=rows, shard=shard)
@@ -111,6 +113,7 @@ def project_on_old_policy(
             f"old holds {old.ids.shape[0]} tokens and sampled_ids {sampled_ids.shape[0]}. Both must be those "
             "of the same batch, in the same order."
         )
+    _check_rows(logits, sampled_ids, rows, shard)
     if support == "paper":
         top = logits_top_ids(logits, max(1, old.ids.shape[-1] - 1), rows=rows, shard=shard)
         log_probs, new = _sparse(logits, sampled_ids, top, mass, rows, shard)
@@ -193,6 +196,15 @@ def _sparse(
     return found[:, 0], support
 
 
+def _check_rows(
+    logits: Tensor, sampled_ids: Tensor, rows: Tensor | None, shard: VocabularyShard | None
+) -> None:
+    """A row of -1 would be the last one, of another sequence."""
+    check_ids(sampled_ids, _vocabulary(logits, shard), lowest=0)
+    if rows is not None:
+        check_ids(rows, logits.shape[0], lowest=0, name="rows")
+
+
 def _vocabulary(logits: Tensor, shard: VocabularyShard | None) -> int:
     return logits.shape[-1] if shard is None else shard.vocabulary_size
 
@@ -204,10 +216,10 @@ class TokenLayout:
         if lengths is None:
             self.mask = torch.ones((1, count), dtype=torch.bool, device=device)
             return
-        if lengths.dim() != 1 or int(lengths.sum()) != count:
+        if lengths.dim() != 1 or int(lengths.sum()) != count or bool((lengths < 0).any()):
             raise InvalidInputError(
-                f"sequence_lengths must be [B] and add up to the {count} tokens, got {tuple(lengths.shape)} "
-                f"with sum {int(lengths.sum())}."
+                f"sequence_lengths must be [B], not negative, and add up to the {count} tokens, got "
+                f"{lengths.tolist()!r:.200}."
             )
         longest = int(lengths.max()) if lengths.numel() else 0
         self.mask = torch.arange(longest, device=device) < lengths.to(device)[:, None]

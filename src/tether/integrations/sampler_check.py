@@ -145,10 +145,12 @@ class SamplerCheck:
             return
         if "pixel_values" in output:  # whose rows are not those of the batch
             return
-        self._checked_step = step
         difference, count = self._difference(output, policy)
         totals = trainer.accelerator.reduce(torch.stack((difference, count)), reduction="sum")
-        mean = (totals[0] / totals[1].clamp_min(1)).item()
+        if totals[1] == 0:  # all of them masked: the next rollouts will tell
+            return
+        self._checked_step = step
+        mean = (totals[0] / totals[1]).item()
         trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
         self._mismatch.judge(step, int(totals[1]), mean, tolerance)
 

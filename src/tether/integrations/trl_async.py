@@ -8,7 +8,12 @@ from typing import Any
 
 # First, because they say what to install where TRL is missing or another version.
 from tether.integrations import trl_async_seam  # noqa: F401
-from tether.integrations.trl_config import RegionFields, lag_bound, sampler_tolerance_field
+from tether.integrations.trl_config import (
+    RegionFields,
+    check_sampler_tolerance,
+    lag_bound,
+    sampler_tolerance_field,
+)
 
 # isort: split
 import torch
@@ -40,9 +45,10 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
         super().__post_init__()
         try:
             TROLLSettings(self.troll_kl_bound, self.troll_alpha, self.troll_top_k, region=self.troll_region)
-            lag_bound(self)
         except InvalidInputError as error:
             raise ConfigError(f"troll_{error}") from error
+        lag_bound(self)
+        check_sampler_tolerance(self.troll_sampler_tolerance)
         if self.epsilon != 0.2 or self.epsilon_high is not None:
             raise ConfigError(
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} belong to the clip, which "

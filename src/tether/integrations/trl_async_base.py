@@ -149,6 +149,12 @@ class RecordedTrainer(AsyncGRPOTrainer):
         AsyncGRPOTrainer.compute_loss(self, packed, packed.without_advantages(inputs))
         return packed.seen, packed.old
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As TRL's, which averages over micro-batches, but for the oldest sequence."""
+        if lags := self._metrics["train"].get("trust_region/lag"):
+            lags[:] = [max(lags)]
+        super().log(logs, *args, **kwargs)
+
     def _log_tokens(
         self, tokens: ProjectedTokens, metrics: dict[str, Tensor], lag: Tensor, mask: Tensor
     ) -> None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, warn
-from tether.settings import Anchor, LagBound, LagGrowth, Region, Support, TROLLSettings, check_choice
+from tether.settings import (
+    Anchor,
+    LagBound,
+    LagGrowth,
+    Region,
+    Support,
+    TROLLSettings,
+    check_choice,
+    is_number,
+)
 
 try:
     from trl import GRPOConfig
@@ -131,28 +140,17 @@ def _check_anchor(config: TROLLConfig) -> None:
     sampler = config.troll_anchor == "sampler"
     try:
         check_choice("troll_anchor", config.troll_anchor, get_args(Anchor))
-        bound = lag_bound(config)
     except InvalidInputError as error:
         raise ConfigError(str(error)) from error
+    bound = lag_bound(config)
     grows = bound.growth != "constant"
     if grows and not sampler:
         raise ConfigError(
             f"troll_lag_growth={bound.growth!r} bounds the divergence from the policy that sampled. Set "
             'troll_anchor="sampler", or leave it constant.'
         )
-    weight = config.troll_sampler_weight
-    if weight is not None and (sampler or not weight > 0):
-        raise ConfigError(
-            f'troll_sampler_weight={weight} corrects troll_anchor="trainer" for another sampler, by a '
-            "positive "
-            "largest weight such as 2. With the sampler as the anchor there is nothing to correct."
-        )
-    if weight is not None and config.use_vllm and config.vllm_importance_sampling_correction:
-        raise ConfigError(
-            f"troll_sampler_weight={weight} and vllm_importance_sampling_correction=True would both weigh "
-            "the "
-            "policy gradient. Choose one."
-        )
+    check_sampler_weight(config, config.troll_sampler_weight, config.troll_anchor, prefix="troll_")
+    check_sampler_tolerance(config.troll_sampler_tolerance)
     if not sampler:
         return
     if config.troll_support == "paper":
@@ -173,9 +171,7 @@ def _check_anchor(config: TROLLConfig) -> None:
 
 def lag_bound(config: RegionFields) -> LagBound:
     """The bound that a configuration describes."""
-    return LagBound(
-        config.troll_kl_bound, config.troll_lag_growth, config.troll_lag_rate, config.troll_kl_bound_largest
-    )
+    return LagBound.read(config, "troll_")
 
 
 def _check_combinations(config: TROLLConfig) -> None:
@@ -196,6 +192,37 @@ def _check_combinations(config: TROLLConfig) -> None:
             "never leave the trust region. Leave it unset; the projection already bounds each token."
         )
     warn_of_reshaped_sampling(config, config.troll_anchor)
+
+
+def check_sampler_weight(
+    config: GRPOConfig, weight: float | None, anchor: Anchor, *, prefix: str = ""
+) -> None:
+    """Refuse a weight that cannot be meant, or that would come on top of another correction.
+
+    Args:
+        prefix: of the setting's name.
+    """
+    if weight is None:
+        return
+    if anchor == "sampler" or not (is_number(weight) and weight > 0):
+        raise ConfigError(
+            f'{prefix}sampler_weight={weight!r} corrects {prefix}anchor="trainer" for another sampler, by a '
+            "positive largest weight such as 2. With the sampler as the anchor there is nothing to correct."
+        )
+    if config.use_vllm and config.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"{prefix}sampler_weight={weight} and vllm_importance_sampling_correction=True would both weigh "
+            "the policy gradient. Choose one."
+        )
+
+
+def check_sampler_tolerance(tolerance: float | None) -> None:
+    """Refuse what no difference could be within; infinity is within nothing's reach and switches it off."""
+    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
+        raise ConfigError(
+            "The sampler's tolerance is a positive difference of log-probabilities in the mean, such as 0.1 "
+            f"(math.inf for no check), or None for what arithmetic explains; got {tolerance!r}."
+        )
 
 
 # Settings under which tokens are not drawn from the distribution that is scored, of Transformers' generation

@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tether.errors import ConfigError
 from tether.integrations.loss_options import check_loss_options, given_to
 from tether.integrations.trl_evaluation import Evaluation
-from tether.integrations.trl_old_policy import old_support
+from tether.integrations.trl_old_policy import loss_mask, old_support, weighted_advantages
 from tether.integrations.trl_one_pass import obstacle_of_loss
-from tether.integrations.trl_sampler import VERSION
-from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer, loss_mask
+from tether.integrations.trl_trainer import AVERAGES, ObjectiveTrainer
 from tether.losses import PolicyLoss, ProjectedTokens, find_loss
 from tether.losses.linear import REACH, Reach
 
@@ -103,7 +101,7 @@ class PolicyLossTrainer(ObjectiveTrainer):
             "response_ids": lambda: inputs["completion_ids"],
             "new": lambda: evaluation and evaluation.support,
             "old": lambda: old_support(inputs),
-            "lag": lambda: self._lag(inputs) if VERSION in inputs else self._updates_since_scoring(),
+            "lag": lambda: self._lag(inputs) if self.anchor == "sampler" else self._updates_since_scoring(),
             "proximal_log_probs": lambda: None,
             "generator": self._generator,
         }
@@ -111,7 +109,7 @@ class PolicyLossTrainer(ObjectiveTrainer):
         result = find_loss(self.policy_loss)(
             tokens.new_log_probs,
             inputs["old_per_token_logps"],
-            _weighted_advantages(inputs),
+            weighted_advantages(inputs),
             loss_mask(inputs),
             **self.loss_options,
             **given,
@@ -128,17 +126,6 @@ class PolicyLossTrainer(ObjectiveTrainer):
         micro_batch = self.state.global_step * self.args.gradient_accumulation_steps
         micro_batch += self._step % self.args.gradient_accumulation_steps
         return torch.Generator().manual_seed(self.args.seed * _SEED_STRIDE + micro_batch)
-
-
-def _weighted_advantages(inputs: dict[str, Any]) -> Tensor:
-    """[B] or [B, T]; weighed by how much likelier the trainer finds a token than the sampler did."""
-    advantages: Tensor = inputs["advantages"]
-    ratio = inputs.get("importance_sampling_ratio")
-    if ratio is None:
-        return advantages
-    if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    return advantages * ratio
 
 
 def _check_settings(args: Any) -> None:

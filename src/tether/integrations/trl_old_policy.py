@@ -135,3 +135,14 @@ def loss_mask(inputs: dict[str, Any]) -> Tensor:
     """The tokens TRL's loss counts: those of the completion, without what tools wrote."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def weighted_advantages(inputs: dict[str, Any]) -> Tensor:
+    """[B] or [B, T]; weighed by how much likelier the trainer finds a token than the sampler did."""
+    advantages: Tensor = inputs["advantages"]
+    ratio = inputs.get("importance_sampling_ratio")
+    if ratio is None:
+        return advantages
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    return advantages * ratio

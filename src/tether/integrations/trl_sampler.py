@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
-from tether.errors import ConfigError, warn
+from tether.errors import ConfigError, InvalidInputError, warn
 from tether.integrations.decoding import decode
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import (
@@ -24,7 +24,12 @@ from tether.integrations.sampler_reports import (
     collect,
     report_sequence,
 )
-from tether.integrations.trl_config import TRUNCATING, changed_sampling
+from tether.integrations.trl_config import (
+    TRUNCATING,
+    changed_sampling,
+    check_sampler_tolerance,
+    check_sampler_weight,
+)
 from tether.integrations.trl_lag import LaggedTrainer
 from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.vllm_on_cpu import reload_weights
@@ -57,6 +62,9 @@ class ReportingTrainer(LaggedTrainer):
 
     support_top_k: int
     support_mass: float
+    #: Whether the objective is computed where the policy is its own old policy, and TRL's is a plain policy
+    #: gradient.
+    _learns_without_old_policy: bool = False
 
     def __init__(
         self,
@@ -68,9 +76,17 @@ class ReportingTrainer(LaggedTrainer):
         **kwargs: Any,
     ) -> None:
         check_choice("anchor", anchor, get_args(Anchor))
+        check_sampler_tolerance(sampler_tolerance)
         self.anchor, self.sampler_weight, self.sampler_tolerance = anchor, sampler_weight, sampler_tolerance
         self.compact_rollouts = compact_rollouts
         super().__init__(*args, **kwargs)
+        check_sampler_weight(self.args, sampler_weight, anchor)
+        if sampler_weight is not None and not (self._learns_without_old_policy or self._trl_scores):
+            raise ConfigError(
+                f"sampler_weight={sampler_weight} weighs by the policy that TRL scores, and it scores none "
+                "where each batch of rollouts serves one update. Raise steps_per_generation or "
+                'num_iterations, take anchor="sampler", or a PolicyLossTrainer, as of "unclipped".'
+            )
         if compact_rollouts:
             _check_compact(self)
         self._reported: list[list[float]] | None = None
@@ -155,14 +171,45 @@ class ReportingTrainer(LaggedTrainer):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
             if self._reports:
                 ids, mask = output["completion_ids"], loss_mask(output)
-                policy = self._sampler = self._collect(ids, mask)
-                output["sampling_per_token_logps"] = torch.where(mask > 0, policy.log_probs, 0.0)
+                sampled = self._drawn_alone(ids, mask)
+                if sampled is None:
+                    self._sampler = self._collect(ids, mask)
+                    sampled = self._sampler.log_probs
+                output["sampling_per_token_logps"] = torch.where(mask > 0, sampled, 0.0)
                 output[VERSION] = torch.full((len(ids),), self._version, device=ids.device)
-                if self.use_vllm:
-                    self._check.after_generation(output, policy)
+                if self.use_vllm and self._sampler is not None:
+                    self._check.after_generation(output, self._sampler)
         finally:
             self._reported, self._answers = None, 0
         return output
+
+    def _drawn_alone(self, completion_ids: Tensor, mask: Tensor) -> Tensor | None:
+        """The drawn tokens' log-probabilities, [B, T], where a `rollout_func` reports nothing else of them.
+
+        Weights need no more; a region around the sampler does, and says so (None).
+
+        Raises:
+            ConfigError: not even those.
+            InvalidInputError: one that is missing or above 0, by sequence and position.
+        """
+        if self.anchor == "sampler" or self.rollout_func is None:
+            return None
+        if self._reported is None:
+            raise ConfigError(
+                f"sampler_weight={self.sampler_weight} weighs by the log-probabilities of the drawn tokens, "
+                'and the rollout_func returned none. Let it return them as "logprobs".'
+            )
+        if all(isinstance(value, Reported) for values in self._reported for value in values):
+            return None
+        sampled = self._reported_log_probs(*completion_ids.shape)
+        wrong = (mask > 0) & ~(sampled <= 0)
+        if bool(wrong.any()):
+            row, position = (int(i) for i in wrong.nonzero()[0])
+            raise InvalidInputError(
+                f"sequence {row}, position {position}: {sampled[row, position].item()} is no log-probability "
+                f"of a drawn token ({int(wrong.sum())} in all). sampler_weight needs one of each."
+            )
+        return sampled
 
     def _collect(self, completion_ids: Tensor, mask: Tensor) -> SampledPolicy:
         assert self._reported is not None
@@ -186,9 +233,9 @@ class ReportingTrainer(LaggedTrainer):
         self._answers -= 1  # a reference policy with adapters goes through the same model afterwards
         return True
 
-    def _reported_log_probs(self, input_ids: Tensor, tokens: int) -> Tensor:
+    def _reported_log_probs(self, rows: int, tokens: int) -> Tensor:
         """Of the drawn tokens under the sampler, [B, T]."""
-        own = torch.zeros(input_ids.shape[0], tokens, device=input_ids.device)
+        own = torch.zeros(rows, tokens, device=self.accelerator.device)
         assert self._reported is not None
         for row, values in zip(own, self._reported, strict=True):
             numbers = [

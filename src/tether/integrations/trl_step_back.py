@@ -79,8 +79,9 @@ class StepBackOptions:
             check_step_back(self.budget, self.statistic, self.passes)
         except InvalidInputError as error:
             raise ConfigError(str(error)) from error
-        if self.every is not None and (isinstance(self.every, bool) or not self.every >= 1):
-            raise ConfigError(f"every must be a number of updates of at least 1, got {self.every!r}.")
+        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
+        if self.every is not None and not (whole and self.every >= 1):
+            raise ConfigError(f"every must be a whole number of updates of at least 1, got {self.every!r}.")
 
 
 class StepBackCallback(TrainerCallback):
@@ -94,6 +95,7 @@ class StepBackCallback(TrainerCallback):
         self._trainer = trainer
         self._updates = trainer._updates_a_rollout
         self._step_back: StepBack | None = None
+        self._enforced: int | None = None  # after which update the network was last held to the budget
         if not trainer.keep_hidden:
             trainer.keep_hidden = True
             trainer.keep_head = False  # it is among the weights that are noted here
@@ -116,6 +118,17 @@ class StepBackCallback(TrainerCallback):
         in_batch, every = done % self._updates, self.options.every
         if in_batch and done != state.max_steps and not (every and in_batch % every == 0):
             return
+        self._enforce(done)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Training that another callback ended inside a batch, unless it loaded other weights at its end."""
+        step = state.global_step
+        if step % self._updates and step != self._enforced and not args.load_best_model_at_end:
+            self._enforce(step)
+            self._trainer.log({})
+
+    def _enforce(self, step: int) -> None:
+        self._enforced = step
         head = self._old_head()
         result = self._at_work.enforce(lambda: self._measure(head))
         metrics = self._trainer._metrics["train"]

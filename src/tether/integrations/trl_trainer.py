@@ -50,6 +50,7 @@ from tether.integrations.trl_old_policy import (
     old_support,
     pack,
     unpack,
+    weighted_advantages,
 )
 from tether.integrations.trl_one_pass import loss_in_forward
 from tether.integrations.trl_sampler import ReportingTrainer
@@ -169,12 +170,16 @@ class OldPolicyTrainer(ReportingTrainer):
         if "old_per_token_logps" not in output:
             return None
         scored = output["old_per_token_logps"]
-        if self.sampler_weight is not None:
-            assert self._sampler is not None
-            output["importance_sampling_ratio"] = truncated_weights(
-                scored, self._sampler.log_probs, loss_mask(output), largest=self.sampler_weight
-            )
+        output.update(self._weights_of_tokens(output, scored))
         return replace(self._old_policy_pass(scored), log_probs=scored)
+
+    def _weights_of_tokens(self, inputs: dict[str, Any], log_probs: Tensor) -> dict[str, Tensor]:
+        """min(pi / sampler, largest) of each token, where that is asked for; pi's log-probabilities given."""
+        if self.sampler_weight is None:
+            return {}
+        sampled = inputs["sampling_per_token_logps"]
+        weights = truncated_weights(log_probs, sampled, loss_mask(inputs), largest=self.sampler_weight)
+        return {"importance_sampling_ratio": weights}
 
     def _old_policy_pass(self, log_probs: Tensor) -> Recorded:
         """Where the old policy's log-probabilities came from: the first pass through the model.
@@ -214,7 +219,7 @@ class OldPolicyTrainer(ReportingTrainer):
         **kwargs: Any,
     ) -> Any:
         if self._answers_scoring(model):
-            return self._reported_log_probs(input_ids, logits_to_keep), None, None
+            return self._reported_log_probs(len(input_ids), logits_to_keep), None, None
         of_trl = super()._get_per_token_logps_and_entropies
         packing = {"pack_sequences": self.pack_sequences} if self.pack_sequences else {}
         # With adapters the reference policy goes through the same model, after the old one.
@@ -258,7 +263,8 @@ class OldPolicyTrainer(ReportingTrainer):
         loss: Tensor = super()._compute_loss(evaluation, self._inputs_of_trl(inputs))
         if IDS not in inputs:  # every batch of rollouts serves one update: the policy is its own old policy
             own = Recorded(evaluation.log_probs.detach(), evaluation.support.detach(), None)
-            inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs}
+            inputs = {**inputs, **own.entries(), "old_per_token_logps": own.log_probs,
+                      **self._weights_of_tokens(inputs, own.log_probs)}  # fmt: skip
         if self._step_scale is not None and self.model.training:
             self._step_scale.count(inputs, evaluation.log_probs, inputs["old_per_token_logps"])
         tokens, objective = self._learn(evaluation, inputs)
@@ -296,13 +302,12 @@ class OldPolicyTrainer(ReportingTrainer):
             loss = loss * self.current_gradient_accumulation_steps
         self._metrics[mode]["policy_loss"][-1] += self.accelerator.gather(loss).nanmean().item()
 
-    #: Whether the objective is computed where the policy is its own old policy, and TRL's is a plain policy
-    #: gradient.
-    _learns_without_old_policy: bool = False
-
     def _inputs_of_trl(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What TRL's own loss gets to see: here, everything."""
-        return dict(inputs)
+        if self.sampler_weight is None:
+            return dict(inputs)
+        # TRL applies weights to what vLLM samples alone; they are positive, so the clip commutes with them.
+        return {**inputs, "advantages": weighted_advantages(inputs)}
 
     def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:
         """What the trust region says of the tokens: here, only how far they moved."""

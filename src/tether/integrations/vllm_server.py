@@ -85,8 +85,7 @@ class VLLMServer:
         Raises:
             EngineError: as `reload`.
         """
-        answer: dict[str, Any] = self._ask("POST", "/v1/completions", timeout, json=payload).json()
-        return answer
+        return self._read(self._ask("POST", "/v1/completions", timeout, json=payload), "choices")
 
     def model_name(self) -> str:
         """What requests have to call its model.
@@ -94,7 +93,7 @@ class VLLMServer:
         Raises:
             EngineError: as `reload`.
         """
-        name: str = self._ask("GET", "/v1/models", self.silence).json()["data"][0]["id"]
+        name: str = self._read(self._ask("GET", "/v1/models", self.silence), "data")["data"][0]["id"]
         return name
 
     def info(self) -> dict[str, Any]:
@@ -105,7 +104,7 @@ class VLLMServer:
         """
         # It also looks at the whole machine then, which may take a minute.
         answer = self._ask("GET", "/server_info", _INFO, params={"config_format": "json"})
-        found: dict[str, Any] = answer.json().get("vllm_config", {})
+        found: dict[str, Any] = self._read(answer).get("vllm_config", {})
         return found
 
     def _refuse_tied_head_on_cpu(self, folder: Path) -> None:
@@ -139,6 +138,19 @@ class VLLMServer:
             self._ask("GET", "/health", self.silence)
         if raised:
             raise raised[0]
+
+    def _read(self, answer: Any, entry: str | None = None) -> dict[str, Any]:
+        """What an answer says, with at least one thing in that entry."""
+        try:
+            said = answer.json()
+        except ValueError:
+            said = None
+        if isinstance(said, dict) and (entry is None or said.get(entry)):
+            return said
+        raise EngineError(
+            f"What answers at {self.url} is no vLLM server: to {answer.request.path_url} it said "
+            f"{answer.text[:200]!r}. Give the address of `vllm serve`."
+        )
 
     def _ask(self, method: str, path: str, timeout: float, **request: Any) -> Any:
         import requests

@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tether.errors import ConfigError, InvalidInputError
 from tether.llm.choices import Choice, kind_of
 from tether.names import unknown
-from tether.settings import LagBound, LagGrowth, TROLLSettings, check_support_size
+from tether.settings import LAG_BOUND, LagBound, LagGrowth, TROLLSettings, check_support_size
 
 if TYPE_CHECKING:
     from tether.integrations.packing import Packing
@@ -66,16 +65,13 @@ class TROLL(TROLLSettings, Method):
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         super().__post_init__()
-        try:
-            LagBound(self.kl_bound, self.lag_growth, self.lag_rate, self.kl_bound_largest)
-        except InvalidInputError as error:
-            raise ConfigError(f"method.{error}") from error
+        LagBound.read(self, "method.")
 
     def build(self, settings: Settings, arguments: Settings, pack_sequences: Packing) -> OldPolicyTrainer:
         """`TROLLTrainer`."""
         from tether.integrations.trl import TROLLConfig, TROLLTrainer
 
-        named = [one.name for one in fields(TROLLSettings)] + ["lag_growth", "lag_rate", "kl_bound_largest"]
+        named = {one.name for one in fields(TROLLSettings)} | set(LAG_BOUND.values())
         own = {name: getattr(self, name) for name in named}
         own |= {name: arguments[name] for name in ("anchor", "sampler_weight") if name in arguments}
         config = TROLLConfig(

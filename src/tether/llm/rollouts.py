@@ -66,6 +66,8 @@ def vllm_settings(config: TrainConfig, *, on_cpu: bool) -> dict[str, Any]:
         return {}
     check_vllm(config, on_cpu=on_cpu)
     settings: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
+    if config.sampler_weight is not None:  # which weighs by the sampler itself
+        settings["vllm_importance_sampling_correction"] = False
     if config.vllm_mode == "colocate":
         return settings | {"vllm_gpu_memory_utilization": config.vllm_memory}
     if config.vllm_server is None:

@@ -89,9 +89,9 @@ def dppo(
     with torch.no_grad():
         distance = _distance(tokens, divergence, new, old)
         moved = tokens.log_ratio
-        too_far = torch.where(
-            tokens.advantages > 0, (moved > 0) & (distance > high), (moved < 0) & (distance > low)
-        )
+        up = (tokens.advantages > 0) & (moved > 0) & (distance > high)
+        down = (tokens.advantages < 0) & (moved < 0) & (distance > low)
+        too_far = up | down
         ratio = tokens.ratio
     loss = aggregate(
         weighted_log_likelihood(tokens, torch.where(too_far, 0.0, ratio.clamp_max(ratio_cap))),

@@ -35,9 +35,9 @@ Reach = Literal["token", "sequence", "batch"]
 
 _OF_TOKENS = (
     "cispo", "decoupled_clip", "dppo", "drpo", "icepop", "ipo", "kl_penalty", "ppo_clip", "pspo", "sapo",
-    "tis", "unclipped",
+    "unclipped",
 )  # fmt: skip
-_OF_SEQUENCES = ("cppo", "gmpo", "gspo", "vespo")
+_OF_SEQUENCES = ("cppo", "gmpo", "gspo", "tis", "vespo")  # tis by its option `level`
 #: Of the losses that look at sampled tokens alone; what is not here may depend on everything.
 REACH: dict[str, Reach] = {**dict.fromkeys(_OF_TOKENS, "token"), **dict.fromkeys(_OF_SEQUENCES, "sequence")}
 

@@ -48,14 +48,14 @@ def check_vocabulary_size(vocabulary_size: int | None, rows: int, whose: str = "
         )
 
 
-def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY) -> None:
+def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY, name: str = "ids") -> None:
     """Refuse what is no integer in [0, vocabulary), but for empty slots where `lowest` is theirs.
 
     A vocabulary of 0 is a head that is empty at rest: nothing is known of it. An accelerator is not asked.
     """
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise InvalidInputError(
-            f"ids must be integers, got {ids.dtype}. They are vocabulary ids, not a mask of them."
+            f"{name} must be integers, got {ids.dtype}. They are indices, not a mask of them."
         )
     if not (may_ask(ids) and ids.numel() and vocabulary):
         return
@@ -63,5 +63,5 @@ def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY) -> None:
     if least < lowest or most >= vocabulary:
         empty = f" or be {EMPTY} for an empty slot" if lowest == EMPTY else ""
         raise InvalidInputError(
-            f"ids must lie in [0, {vocabulary}){empty}; found {least if least < lowest else most}."
+            f"{name} must lie in [0, {vocabulary}){empty}; found {least if least < lowest else most}."
         )

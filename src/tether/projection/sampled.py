@@ -16,7 +16,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
 from tether.projection.support import rising, trim_to_mass
-from tether.settings import check_support_size
+from tether.settings import check_support_size, is_number
 
 #: Rounding of an engine's own arithmetic, float32: a log-softmax over 10^5 ids is off by up to 1e-4, the same
 #: for all ids of a row, and that twice is allowed for.
@@ -232,7 +232,7 @@ def truncated_weights(
         >>> truncated_weights(prox, mu, torch.ones(1, 2)).tolist()
         [[2.0, 0.5]]
     """
-    if not largest > 0:
+    if not (is_number(largest) and largest > 0):
         raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
     log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
     return log_ratio.exp().clamp_max(largest)

@@ -12,6 +12,8 @@ The log-probabilities of the drawn tokens are verl's own `rollout_log_probs`.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +55,8 @@ def pack(
 ) -> dict[str, Tensor]:
     """Make the five fields of one sequence.
 
-    A turn is part of it if its prompt is how the sequence begins, as far as its tokens are still there.
+    A turn is part of it if its prompt is how the sequence begins, up to the first token that is not there as
+    drawn: what follows was drawn after something else. Of two turns that fit, the one that fits longer holds.
     Tokens that do not count have no record.
 
     Args:
@@ -73,16 +76,13 @@ def pack(
     ids: list[Any] = [np.zeros(0, dtype=np.int32)] * length
     values: list[Any] = [np.zeros(0, dtype=np.float32)] * length
     sequence = prompt_ids + response_ids
-    for turn in turns:
-        start = len(turn.prompt_ids)
-        if start < len(prompt_ids) or sequence[:start] != turn.prompt_ids:
+    # The longest match last, so that it is the one that stays.
+    for turn, fits in sorted(((turn, _fits(turn, sequence)) for turn in turns), key=operator.itemgetter(1)):
+        start = len(turn.prompt_ids) - len(prompt_ids)
+        if start < 0:
             continue
-        for drawn, said, position in zip(
-            turn.token_ids, turn.log_probs, range(start - len(prompt_ids), length), strict=False
-        ):
-            if response_ids[position] != drawn or not response_mask[position]:
-                continue
-            if not isinstance(said, Reported):
+        for said, position in zip(turn.log_probs, range(start, fits - len(prompt_ids)), strict=False):
+            if not response_mask[position] or not isinstance(said, Reported):
                 continue
             reported_ids, reported = said.block.ids[said.row], said.block.log_probs[said.row]
             held = (reported_ids != EMPTY) & (reported != -np.inf)
@@ -97,6 +97,15 @@ def pack(
         CALLS: torch.from_numpy(calls),
         UPDATES: torch.tensor([updates]),
     }
+
+
+def _fits(turn: Turn, sequence: list[int]) -> int:
+    """Up to where a sequence is what the turn was asked to continue and what it drew; 0 if not so far."""
+    start = len(turn.prompt_ids)
+    if sequence[:start] != turn.prompt_ids:
+        return 0
+    drawn = zip(turn.token_ids, sequence[start:], strict=False)
+    return start + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], drawn))
 
 
 def unpack(batch: Mapping[str, Any], vocabulary_size: int, lag: Tensor | None) -> SampledPolicy:

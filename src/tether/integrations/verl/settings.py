@@ -99,17 +99,8 @@ def same_settings(first: Any, second: Any) -> bool:
 
 def bound(config: TROLLPolicyLossConfig) -> Bound:
     """The bound: a number, or one that grows with the lag."""
-    growing = LagBound(
-        config.troll_kl_bound,
-        config.troll_lag_growth,  # type: ignore[arg-type]
-        config.troll_lag_rate,
-        config.troll_kl_bound_largest,
-    )
+    growing = LagBound.read(config, f"{_KEY}.troll_")
     return config.troll_kl_bound if growing.growth == "constant" else growing
-
-
-# What `LagBound` calls its settings, and what they are called here.
-_OF_LAG_BOUND = {"growth": "lag_growth", "rate": "lag_rate", "largest": "kl_bound_largest"}
 
 
 def _check(config: TROLLPolicyLossConfig) -> None:
@@ -124,11 +115,7 @@ def _check(config: TROLLPolicyLossConfig) -> None:
         check_choice("anchor", config.troll_anchor, get_args(Anchor))
     except InvalidInputError as error:
         raise ConfigError(f"{_KEY}.troll_{error}") from error
-    try:
-        grows = isinstance(bound(config), LagBound)
-    except InvalidInputError as error:
-        name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{_KEY}.troll_{_OF_LAG_BOUND[name]} {rest}") from error
+    grows = isinstance(bound(config), LagBound)
     if grows and not config.around_sampler:
         raise ConfigError(
             f"{_KEY}.troll_lag_growth={config.troll_lag_growth} bounds the divergence from the policy that "
