@@ -60,7 +60,7 @@ def main(output: Path = OUTPUT, iterations: int = 200) -> None:
 
     here = len(free.times) // 3
     state = torch.from_numpy(free.positions[here]), torch.from_numpy(free.velocities[here])
-    bent = plan(weights[1], *state, start_time=float(free.times[here]))
+    bent = plan(weights[1], *state, start_time=float(free.times[here]), goal_from=positions[0])
     jump = np.abs(bent.positions[0] - free.positions[here] - spec.dt * free.velocities[here]).max()
     print(f"Replanned after {free.times[here]:.2f} s: the next step is {jump:.4f} m off going straight on")
 

@@ -13,8 +13,10 @@ from tether.experiments.run_config import RunConfig
 from tether.experiments.run_data import RunData
 
 
-def run(env_id: str, label: str, seed: int, scores: list[float], headline: str = "success") -> RunData:
-    settings: dict[str, Any] = {"env_id": env_id, "headline": headline, "env_options": {}}
+def run(
+    env_id: str, label: str, seed: int, scores: list[float], headline: str = "success", **options: Any
+) -> RunData:
+    settings: dict[str, Any] = {"env_id": env_id, "headline": headline, "env_options": options}
     config = RunConfig(kind="episodic", label=label, seed=seed, settings=settings)
     evals = [
         {
@@ -42,6 +44,14 @@ def test_studies_are_tasks_and_methods_with_their_seeds_in_order() -> None:
         ("A-v0", "bbrl"): [0],
         ("B-v0", "tce"): [0, 1],
     }
+
+
+def test_environments_with_other_options_are_other_tasks() -> None:
+    runs = [run("tether/A-v0", "tce", 0, [1.0, 2.0], reward=reward) for reward in ("dense", "final")]
+    runs.append(run("tether/A-v0", "tce", 0, [1.0, 2.0], memory=True))
+    assert [task for task, _ in by_study(runs)] == [
+        "A-v0 (memory)", "A-v0 (reward='dense')", "A-v0 (reward='final')",
+    ]  # fmt: skip
 
 
 def test_rows_are_at_shares_of_the_steps_that_every_seed_took() -> None:

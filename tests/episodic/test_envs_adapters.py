@@ -3,6 +3,7 @@ from __future__ import annotations
 import gymnasium
 import numpy as np
 import pytest
+from misbehaving_envs import CountingAdapter
 
 from tether.episodic.adapters import PositionControlledEnv, register_adapter
 from tether.episodic.environments import make_position_controlled
@@ -115,3 +116,66 @@ def test_an_id_cannot_be_given_to_two_adapters() -> None:
 def test_spaces_that_are_no_flat_boxes_are_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match="FlattenObservation"):
         PointReachAdapter(gymnasium.make("FrozenLake-v1"), "FrozenLake-v1")
+
+
+def adapter(**declared: object) -> PositionControlledEnv:
+    """A counting robot that declares something else."""
+    kind = type("Declared", (CountingAdapter,), declared)
+    built = kind(gymnasium.make("test/well-v0", disable_env_checker=True), "test/well-v0")
+    assert isinstance(built, PositionControlledEnv)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"headline": "d", "extra_names": ()}, r"headline is 'd', .* extra_names \(none\)\. Add it there"),
+        ({"extra_names": ("return", "action")}, "extra_names has return, which every run measures itself"),
+        ({"context_indices": (0, 2)}, r"context_indices \(0, 2\) .* observation of 2 numbers"),
+        ({"context_indices": (-3,)}, "observation of 2 numbers"),
+    ],
+)
+def test_declarations_that_contradict_each_other_are_refused(
+    declared: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapter(**declared)
+
+
+def test_indices_chosen_when_the_environment_is_known_are_checked_as_well() -> None:
+    late = adapter()
+    late.context_indices = (0, 5)
+    with pytest.raises(ConfigError, match="observation of 2 numbers"):
+        _ = late.spec
+
+
+@pytest.mark.parametrize(
+    "declared", [{"extra_names": ("action", "hit"), "headline": "hit"}, {"event_key": "hit"}]
+)
+def test_what_an_environment_does_not_tell_is_named_with_what_it_does(declared: dict[str, object]) -> None:
+    env = adapter(**declared)
+    with pytest.raises(
+        ConfigError, match=r"info has no 'hit', which Declared declares; it has success, .*action"
+    ):
+        env.execute(0, *zeros(env))
+
+
+def test_a_refused_episode_needs_a_number_for_every_extra() -> None:
+    env = adapter(refusal=lambda self, positions, velocities: -1.0, refused_extras={"action": 0.0})
+    with pytest.raises(ConfigError, match=r"refused_extras has no 'threads'.*it has action"):
+        env.execute(0, *zeros(env))
+
+
+@pytest.mark.parametrize("env_id", ["tether/PointReach-v0", "misbehaving_envs:test/well-v0"])
+def test_an_option_that_an_environment_does_not_have_is_named(env_id: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{env_id} cannot be made with the options .*'foo': 1.*unexpected"
+    ):
+        make_position_controlled(env_id, foo=1)
+
+
+def test_a_failure_of_the_environments_own_stays_what_it_is() -> None:
+    gymnasium.register("test/broken-v0", entry_point=lambda: len(5))  # type: ignore[arg-type]
+    register_adapter("test/broken-v0", CountingAdapter)
+    with pytest.raises(TypeError, match="has no len"):
+        make_position_controlled("test/broken-v0")

@@ -2,13 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tether.cli import main
+from tether.episodic import export
 from tether.episodic.config import OnPolicyConfig
+from tether.episodic.envs.point_reach import PointReachAdapter
 from tether.episodic.evaluate import evaluation_seeds
 from tether.episodic.export import export_run, inputs_of
 from tether.episodic.options import ExportConfig
@@ -16,7 +19,7 @@ from tether.episodic.plans import MotionLimits
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import load_learner, train
-from tether.errors import ConfigError, MissingDependencyError, MotionLimitError
+from tether.errors import CheckpointError, ConfigError, MissingDependencyError, MotionLimitError
 
 pytest.importorskip("onnxruntime")
 
@@ -92,6 +95,7 @@ def test_the_description_says_what_a_program_needs(exported):
     assert said["seconds_between_steps"] * said["steps"] == pytest.approx(said["seconds"])
     assert said["limits"]["velocity"] == [0.5, 0.5]
     assert said["limits"]["acceleration"] == [2.0, 3.0]
+    assert said["limits"]["position_low"] == [None, None]  # other programs read no infinity
     assert said["iteration"] == 2
 
 
@@ -102,12 +106,50 @@ def test_the_tables_are_within_the_limits(exported):
     assert not (exported / "motion_2.csv").exists()
 
 
-def test_limits_that_forbid_the_motion(run, tmp_path):
+def test_limits_that_forbid_the_motion_leave_everything_as_it_was(run, tmp_path):
     refuse = ExportConfig(
-        run, output=tmp_path / "x", formats=(), limits=MotionLimits(velocity=1e-3), on_violation="refuse"
-    )
+        run, output=tmp_path / "x", formats=("torch",), limits=MotionLimits(velocity=1e-3),
+        on_violation="refuse",
+    )  # fmt: skip
     with pytest.raises(MotionLimitError, match="too fast"):
         export_run(refuse)
+    assert not (tmp_path / "x").exists()
+    export_run(ExportConfig(run, output=tmp_path / "x", formats=(), motions=2))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    with pytest.raises(MotionLimitError, match="too fast"):
+        export_run(refuse)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+
+
+def test_an_export_takes_the_place_of_the_one_before(run, tmp_path):
+    folder = tmp_path / "x"
+    export_run(ExportConfig(run, output=folder, formats=(), motions=3))
+    (folder / "motion.pt2").write_text("of an earlier export")
+    (folder / "notes.txt").write_text("of a person")
+    export_run(ExportConfig(run, output=folder, formats=(), motions=1, limits=MotionLimits(velocity=0.4)))
+    assert sorted(path.name for path in folder.iterdir()) == ["motion.json", "motion_0.csv", "notes.txt"]
+    assert np.loadtxt(folder / "motion_0.csv", delimiter=",", skiprows=1)[:, 3:5].max() <= 0.4 * (1 + 1e-4)
+
+
+def test_tables_are_compared_with_the_runs_own_motions(run, tmp_path, monkeypatch):
+    plan = export.plan_motion
+
+    def off(*motion, **options):
+        return replace(found := plan(*motion, **options), positions=found.positions + 1e-5)
+
+    monkeypatch.setattr(export, "plan_motion", off)
+    with pytest.raises(CheckpointError, match=r"motion_0\.csv differs from the run's own motions by 1e-05"):
+        export_run(ExportConfig(run, output=tmp_path / "x", formats=()))
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("seen", "entries"), [("context", [1, 0, 2, 3, 4, 5]), ("observation", "all")])
+def test_a_context_in_an_order_of_its_own_is_described_as_that(tmp_path, monkeypatch, seen, entries):
+    monkeypatch.setattr(PointReachAdapter, "context_indices", (1, 0, 2, 3, 4, 5))
+    run = trained(tmp_path / "run", policy_input=seen, iterations=1, evaluate_every=1)
+    folder = export_run(ExportConfig(run, formats=()))
+    said = json.loads((folder / "motion.json").read_text())["inputs"]["observation"]
+    assert said == {"shape": ["motions", 6], "entries_of_the_first_observation": entries}
 
 
 def test_the_command(run, tmp_path, capsys):

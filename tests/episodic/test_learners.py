@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -423,6 +424,15 @@ def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
         TrustRegionConfig(mean_bound=-1)
     with pytest.raises(ConfigError, match=r"final_learning_rate_fraction must lie in \(0, 1\]"):
         UpdateConfig(final_learning_rate_fraction=0.0)
+    with pytest.raises(ConfigError, match="cut at 2 points or more, got segment_points=0"):
+        UpdateConfig(segment_points=0)
+    for rates in ({"learning_rate": math.inf}, {"weight_decay": math.nan}, {"learning_rate": math.nan}):
+        with pytest.raises(ConfigError, match="learning_rate > 0"):
+            UpdateConfig(**rates)
+        with pytest.raises(ConfigError, match="learning_rate > 0"):
+            CriticConfig(**rates)
+    with pytest.raises(ConfigError, match="target_entropy is a number of nats or None, got nan"):
+        TrustRegionConfig(target_entropy=math.nan)
     with pytest.raises(ConfigError, match=r"Unknown setting motion\.taus"):
         config_from_dict({"env_id": ENV, "motion": {"taus": 1.0}})
     with pytest.raises(ConfigError, match=r"Settings are missing.*env_id"):
@@ -430,7 +440,15 @@ def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
 
 
 def test_more_cuts_than_steps_are_refused(sampler: EpisodeSampler) -> None:
-    learner = build(small_config(update=UpdateConfig(segment_points=51)), sampler)
-    motions, episodes = tried(learner, sampler)
     with pytest.raises(ConfigError, match="50 steps is cut at 2 to 50 points"):
-        learn(learner, motions, episodes, 0.0)
+        build(small_config(update=UpdateConfig(segment_points=51)), sampler)
+
+
+def test_a_delay_that_lets_no_cut_move_is_refused(sampler: EpisodeSampler) -> None:
+    """25 points of 50 steps of 0.02 s: the last is at 0.98 s or a step later."""
+    config = small_config(update=UpdateConfig(segment_points=25))
+    with pytest.raises(ConfigError, match=r"motion\.delay=0\.98 lets nothing move before 0\.98 s"):
+        build(replace(config, motion=replace(config.motion, delay=0.98)), sampler)
+    learner = build(replace(config, motion=replace(config.motion, delay=0.97)), sampler)
+    motions, episodes = tried(learner, sampler)
+    assert np.isfinite(learn(learner, motions, episodes, 0.0)["policy_loss"])

@@ -102,9 +102,11 @@ def test_replanning_goes_on_without_a_jump():
     whole = plan_motion(motion, weights, position, velocity, DT, 2.0)
     here = 39  # the state after 40 steps
     state = torch.from_numpy(whole.positions[here]), torch.from_numpy(whole.velocities[here])
-    same = plan_motion(motion, weights, *state, DT, 2.0, start_time=40 * DT)
-    assert len(same.times) == len(whole.times) - 40
-    # A relative goal counts from where the new plan begins, and so does another one.
+    same = plan_motion(motion, weights, *state, DT, 2.0, start_time=40 * DT, goal_from=position)
+    assert same.positions == pytest.approx(whole.positions[40:], abs=1e-10)
+    assert same.accelerations == pytest.approx(whole.accelerations[40:], abs=1e-8)
+    with pytest.raises(InvalidInputError, match=r"start_time=0\.8 on\. Give that position as goal_from"):
+        plan_motion(motion, weights, *state, DT, 2.0, start_time=40 * DT)
     absolute = ProDMP(CONFIG, 2)
     whole = plan_motion(absolute, weights, position, velocity, DT, 2.0)
     state = torch.from_numpy(whole.positions[here]), torch.from_numpy(whole.velocities[here])
@@ -112,6 +114,47 @@ def test_replanning_goes_on_without_a_jump():
     assert same.positions == pytest.approx(whole.positions[40:], abs=1e-10)
     other = plan_motion(absolute, -weights, *state, 1e-6, 2.0, start_time=2.0 - 1e-5)
     assert other.positions[0] == pytest.approx(whole.positions[here], abs=1e-4)
+
+
+def test_a_relative_goal_can_be_measured_from_another_place():
+    motion, weights, position, velocity = problem(CONFIGS[1], still=False)
+    absolute, *_ = problem(CONFIG)
+    free = plan_motion(motion, weights, position, velocity, DT, 9.0, goal_from=position + 0.25)
+    there = plan_motion(absolute, weights, position, velocity, DT, 9.0)
+    assert free.positions[-1] - there.positions[-1] == pytest.approx(position.numpy() + 0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tau", "dt", "duration", "limits"),
+    [
+        (3.0, 0.02, 1.0, MotionLimits(velocity=0.6, position_high=0.5)),
+        (3.0, 0.1, 1.05, MotionLimits(position_high=0.53)),
+        (10.0, 0.1, 1.0, MotionLimits(velocity=0.05)),
+        (10.0, 0.3, 1.0, MotionLimits(acceleration=0.2)),
+    ],
+)
+def test_the_row_past_the_motions_end_keeps_the_limits_too(tau, dt, duration, limits):
+    """These motions are still on their way when they end, so that a part of a step matters."""
+    motion = ProDMP(ProDMPConfig(num_basis=3, tau=tau), 1)
+    weights, still = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(1)
+    plan = plan_motion(motion, weights, still, still, dt, duration, limits=limits)
+    assert plan.times[-1] >= plan.slowed * duration * (1 - 1e-9)
+    assert plan.positions.max() <= limits.position_high + 1e-8
+    assert plan.velocities.max() <= limits.velocity * (1 + 1e-8)
+    assert plan.accelerations.max() <= limits.acceleration * (1 + 1e-8)
+    # What meets the limits up to its end is slowed by a step at most.
+    fine = plan_motion(motion, weights, still, still, duration / 1000, duration, limits=limits)
+    assert plan.slowed * duration <= fine.slowed * duration + dt
+
+
+def test_a_row_past_the_end_is_named_where_slowing_down_is_not_allowed():
+    motion = ProDMP(ProDMPConfig(num_basis=3, tau=3.0), 1)
+    weights, still = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(1)
+    limits = MotionLimits(position_high=0.53)
+    with pytest.raises(
+        MotionLimitError, match=r"ends after 1\.05 s, within the limits, but .* at 1\.1 s.*whole steps"
+    ):
+        plan_motion(motion, weights, still, still, 0.1, 1.05, limits=limits, on_violation="refuse")
 
 
 def test_positions_out_of_range_are_refused_by_joint_and_time():
@@ -139,7 +182,7 @@ def test_a_robot_that_is_already_too_fast_is_named():
 
 @pytest.mark.parametrize(
     "values", [{"velocity": 0.0}, {"acceleration": (1.0, -1.0)}, {"position_low": 1.0, "position_high": 1.0},
-               {"velocity": math.nan}],
+               {"velocity": math.nan}, {"position_low": (0.0, 0.0), "position_high": (1.0, 1.0, 1.0)}],
 )  # fmt: skip
 def test_limits_that_make_no_sense(values):
     with pytest.raises(ConfigError):

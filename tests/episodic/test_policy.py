@@ -98,6 +98,8 @@ def test_refuses_what_makes_no_sense() -> None:
         PolicyConfig(covariance="banded")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"min_std=2\.0 and init_std=1\.0"):
         PolicyConfig(min_std=2.0)
+    with pytest.raises(ConfigError, match=r"init_std is at most 500, got 800\.0.*weights_scale"):
+        PolicyConfig(init_std=800.0)
     with pytest.raises(ConfigError, match="activation is one of"):
         GaussianPolicy(PolicyConfig(activation="sine"), 3, 5, generator=torch.Generator())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="sizes of at least 1"):

@@ -192,6 +192,14 @@ def test_scales_are_the_peak_heights_of_the_basis_functions() -> None:
     assert torch.allclose(peaks, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 2.0, 20.0, 25.0, 30.0, 50.0, 300.0])
+def test_scales_are_the_peak_heights_however_stiff_the_motion_is(alpha: float) -> None:
+    """Soft motions still rise when they are scaled, stiff ones stand still there."""
+    config = ProDMPConfig(num_basis=3, alpha=alpha)
+    peaks = ProDMP(config, 1).basis(np.linspace(0, 5, 2001)).positions.amax(0)
+    assert torch.allclose(peaks, torch.ones(4, dtype=torch.float64), rtol=1e-3)
+
+
 def test_weights_of_one_degree_of_freedom_move_no_other() -> None:
     motion = ProDMP(ProDMPConfig(num_basis=3), num_dof=3)
     weights = torch.zeros(12, dtype=torch.float64)
@@ -228,6 +236,8 @@ def test_refuses_impossible_settings_and_sizes() -> None:
         ProDMPConfig(tau=0.0)
     with pytest.raises(ConfigError, match="delay"):
         ProDMPConfig(delay=-0.1)
+    with pytest.raises(ConfigError, match="basis function moves nothing at alpha=1e"):
+        ProDMP(ProDMPConfig(alpha=1e20), 1)
     with pytest.raises(ConfigError, match="num_dof must be at least 1"):
         ProDMP(ProDMPConfig(), 0)
     motion = ProDMP(ProDMPConfig(num_basis=3), num_dof=2)

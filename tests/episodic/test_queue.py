@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tether.episodic.commands import train_command
+from tether.episodic.config import OnPolicyConfig
 from tether.episodic.options import CompareConfig
 from tether.episodic.queue import Study, queue_command, read_queue
 from tether.errors import ConfigError
@@ -43,6 +44,10 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
         ("- {presets: hopper-jump-quick}", "unknown key 'presets'.*preset"),
         ("- {seeds: [1]}", "names no preset"),
         ("- {preset: hopper-jump-quick}\n- {preset: hopper-jump-quick}", "hopper-jump-quick occurs twice"),
+        (
+            "- {preset: hopper-jump-quick}\n- {preset: hopper-jump-paper, seeds: [1]}",
+            "hopper-jump-quick and hopper-jump-paper both train 'tce' on HopperJump-v0.*a label",
+        ),
         ("- {preset: 5}", r"queue\.yaml: A study has preset = 5; give its name"),
         ("- {preset: hopper-jump-quick, label: 3}", "label = 3; give text"),
         ("- {preset: hopper-jump-quick, algos: [tce, 3]}", r"algos = \('tce', 3\); give names"),
@@ -67,7 +72,16 @@ def test_a_queue_that_cannot_be_meant_is_refused(text: str, message: str, tmp_pa
         ({"seed.x": 1}, r"Unknown setting seed\.x: seed is 0, with nothing below it"),
         ({"critic": 3}, r"critic is 3; give settings by name, as critic\.NAME"),
         ({"critic": {3: 1}}, r"Unknown setting critic\.3\."),
-        ({"episodes": "x"}, "missing or of another type"),
+        ({"episodes": "x"}, "episodes is 'x'; give a whole number"),
+        ({"episodes": 2.5}, r"episodes is 2\.5; give a whole number"),
+        ({"iterations": True}, "iterations is True; give a whole number"),
+        ({"policy.hidden_sizes": 64}, r"policy\.hidden_sizes is 64; give a list, each a whole number"),
+        ({"policy.hidden_sizes": [64, 0.5]}, r"policy\.hidden_sizes is \[64, 0\.5\]; give a list"),
+        ({"update.shift_rewards": "no"}, r"update\.shift_rewards is 'no'; give true or false"),
+        ({"update.learning_rate": "fast"}, r"update\.learning_rate is 'fast'; give a number"),
+        ({"precision": "float16"}, "precision is 'float16'; give one of float32, float64"),
+        ({"trust_region.target_entropy": "x"}, r"target_entropy is 'x'; give a number or none"),
+        ({"env_options": 3}, "env_options is 3; give values by names"),
     ],
 )
 def test_settings_of_a_study_that_there_are_not_are_named(
@@ -75,6 +89,29 @@ def test_settings_of_a_study_that_there_are_not_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Study("hopper-jump-quick", settings=settings).runs(tmp_path)
+
+
+def test_numbers_and_lists_of_a_file_become_what_the_settings_have(tmp_path: Path) -> None:
+    """YAML reads 3e-4 as a text."""
+    (tmp_path / "queue.yaml").write_text(
+        "- {preset: hopper-jump-quick, settings: {update.learning_rate: 3e-4, policy.hidden_sizes: [8, 8],"
+        " trust_region.mean_bound: 1, trust_region.target_entropy: }}"
+    )
+    (run,) = read_queue(tmp_path / "queue.yaml")[0].runs(tmp_path)
+    assert isinstance(run.settings, OnPolicyConfig)
+    assert (run.settings.update.learning_rate, run.settings.policy.hidden_sizes) == (3e-4, (8, 8))
+    assert (run.settings.trust_region.mean_bound, run.settings.trust_region.target_entropy) == (1, None)
+
+
+def test_two_presets_of_a_task_are_told_apart_by_a_label(tmp_path: Path) -> None:
+    queue = tmp_path / "queue.yaml"
+    queue.write_text("- {preset: hopper-jump-quick}\n- {preset: hopper-jump-paper, label: published}")
+    assert len(read_queue(queue)) == 2
+    queue.write_text(
+        "- {preset: table-tennis-quick}\n"
+        "- {preset: table-tennis-paper, settings: {env_options: {violations: refused}}}"
+    )
+    assert len(read_queue(queue)) == 2  # another task
 
 
 def test_a_lone_algorithm_and_a_lone_seed_need_no_list(tmp_path: Path) -> None:

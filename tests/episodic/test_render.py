@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import imageio.v3 as imageio
 import numpy as np
 import pytest
 from PIL import Image
 
+from tether.episodic import render
+from tether.episodic.adapters import PositionControlledEnv, register_adapter
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.render import Film, opengl_candidates, render_motions
-from tether.errors import ConfigError, InvalidInputError, MissingDependencyError
+from tether.errors import ConfigError, InvalidInputError, MissingDependencyError, SimulationError
 
 HOPPER = "tether/HopperJump-v0"
 SMALL = Film(width=64, height=48, frames_per_second=10, hold_seconds=0.5)
@@ -98,3 +102,100 @@ def test_what_cannot_be_filmed_is_refused(motions: dict[str, Motion], tmp_path: 
         render_motions(HOPPER, {}, 1, tmp_path / "motion.gif")
     with pytest.raises(InvalidInputError, match="positive"):
         Film(speed=0.0)
+    with pytest.raises(InvalidInputError, match="positive"):
+        Film(speed=float("nan"))
+    with pytest.raises(
+        ConfigError, match=r"at most 50 pictures a second, not 60\. Lower the rate, or write an \.mp4"
+    ):
+        render_motions(HOPPER, motions, 1, tmp_path / "motion.gif", film=Film(frames_per_second=60))
+
+
+class Drawn(gymnasium.Env[Any, Any]):
+    """Draws how many steps it has taken, and counts how often it is asked to."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as gymnasium declares it
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, render_mode: str | None = None, kind: str = "plain") -> None:
+        self.render_mode = render_mode
+        self.kind = kind
+        self.drawn = 0
+
+    def reset(self, **_: Any) -> Any:
+        self.steps = 0
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(1), 0.0, False, False, {}
+
+    def render(self) -> Any:
+        self.drawn += 1
+        return np.full((6, 8, 3), self.steps, dtype=np.uint8)
+
+
+class DrawnAdapter(PositionControlledEnv):
+    num_dof, horizon, dt = 1, 5, 0.1
+
+    def joint_positions(self) -> np.ndarray:
+        return np.zeros(1)
+
+    joint_velocities = joint_positions
+
+    def action(self, desired_position: np.ndarray, desired_velocity: np.ndarray) -> np.ndarray:
+        return desired_position
+
+
+@pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 3.0])
+def test_a_film_has_the_speed_that_was_asked_for(speed: float) -> None:
+    """Two seconds of steps of 20 ms at 30 pictures a second; slow motion shows pictures more than once."""
+    env = Drawn()
+    camera = render._Filming(env, 0.02 * 30 / speed)
+    camera.reset()
+    for _ in range(100):
+        camera.step(None)
+    assert len(camera.pictures) - 1 == pytest.approx(2.0 / speed * 30, abs=1)
+    assert env.drawn <= min(101, len(camera.pictures))
+    shown = [int(picture[0, 0, 0]) for picture in camera.pictures]
+    expected = np.ceil(np.arange(len(shown)) * speed / 30 / 0.02 - 1e-9)
+    assert np.abs(shown - expected).max() <= 1
+
+
+@pytest.mark.parametrize("rate", [12, 20, 30, 50])
+def test_a_gif_plays_at_its_rate(rate: int, tmp_path: Path) -> None:
+    frames = [np.full((20, 20, 3), 10 * i, dtype=np.uint8) for i in range(20)]
+    render._write(tmp_path / "a.gif", frames, rate)
+    with Image.open(tmp_path / "a.gif") as film:
+        seconds, number = 0.0, film.n_frames
+        for frame in range(number):
+            film.seek(frame)
+            seconds += film.info["duration"] / 1000
+    assert (number, seconds) == (20, pytest.approx(20 / rate, abs=0.005))
+
+
+def test_an_environment_that_cannot_be_told_a_size_is_filmed_at_its_own() -> None:
+    gymnasium.register("test/drawn-v0", entry_point=Drawn)
+    register_adapter("test/drawn-v0", DrawnAdapter)
+    with render._with_pictures("test/drawn-v0", {"kind": "other"}, SMALL) as env:
+        env.env.reset()
+        assert np.shape(env.env.render()) == (6, 8, 3)
+        assert env.env.unwrapped.kind == "other"
+    with render._with_pictures(HOPPER, {}, SMALL) as env:
+        assert env.env.unwrapped._camera._size == (48, 64)
+
+
+def test_what_goes_wrong_while_filming_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    class Link:
+        send = sent.append
+
+    def fail(*_: Any) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(render, "_probe_opengl", lambda: None)
+    monkeypatch.setattr(render, "_write_film", fail)
+    render._serve(Link(), "test/drawn-v0")  # type: ignore[arg-type]
+    assert isinstance(sent[0], SimulationError)
+    assert "test/drawn-v0: filming failed with ValueError: boom" in str(sent[0])

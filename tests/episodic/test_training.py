@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
-from tether.episodic.evaluate import evaluate_learner
+from tether.episodic.evaluate import evaluate_learner, evaluation_seeds
 from tether.episodic.export import export_run
 from tether.episodic.options import ExportConfig
 from tether.episodic.policy import PolicyConfig
@@ -171,6 +171,88 @@ def test_a_run_stopped_early_goes_on_to_the_same_end(uninterrupted: Path, tmp_pa
     assert content(tmp_path / "run") == content(uninterrupted)
 
 
+def raise_exit(number: int, frame: object) -> None:
+    """What the command line makes of SIGTERM."""
+    raise SystemExit(128 + number)
+
+
+@pytest.fixture
+def _signals_end() -> Iterator[None]:
+    """Also where the tests run in the background, whose Ctrl-C is ignored."""
+    handlers = {signal.SIGTERM: raise_exit, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == handlers  # put back by whoever took them
+
+
+@pytest.mark.usefixtures("_signals_end")
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_ends_a_run_after_its_iteration_with_a_checkpoint(
+    uninterrupted: Path, tmp_path: Path, number: signal.Signals, ending: type[BaseException]
+) -> None:
+    said: list[str] = []
+
+    def interrupt(step: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            signal.raise_signal(number)
+
+    config = tiny(checkpoint_every=6)
+    with pytest.raises(ending) as ended:
+        train(config, tmp_path / "run", report=interrupt, say=said.append)
+    assert getattr(ended.value, "code", 143) == 143
+    run = RunFolder.open(tmp_path / "run")
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [3]
+    assert not run.finished
+    assert ["with a checkpoint" in line for line in said] == [True]
+    train(config, tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == content(uninterrupted)
+    assert_same_state(final_state(tmp_path / "run"), final_state(uninterrupted))
+
+
+@pytest.mark.usefixtures("_signals_end")
+def test_a_second_signal_interrupts_at_once(tmp_path: Path) -> None:
+    def interrupt(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(checkpoint_every=6), tmp_path / "run", report=interrupt)
+    assert RunFolder.open(tmp_path / "run").checkpoints() == []
+
+
+@pytest.mark.usefixtures("_signals_end")
+def test_a_run_asked_to_stop_in_its_last_iteration_is_complete(tmp_path: Path) -> None:
+    def interrupt(step: int, metrics: dict[str, float]) -> None:
+        if step == 2 and "return_mean" in metrics:  # not the evaluation's, which follows
+            signal.raise_signal(signal.SIGTERM)
+
+    train(tiny(iterations=2), tmp_path / "run", report=interrupt)
+    assert RunFolder.open(tmp_path / "run").finished
+
+
+def test_the_seed_of_the_evaluation_is_no_seed_of_a_training(tmp_path: Path) -> None:
+    config = tiny(seed=0x7E7E)
+    with EpisodeSampler(config.env_id, 0, config.seed) as sampler:
+        assert sampler.reset(2).seeds == evaluation_seeds(2)  # why
+    with pytest.raises(ConfigError, match=r"seed 32382 .* very episodes .* another seed"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("update", [UpdateConfig(segment_points=51), UpdateConfig(segment_points=5)])
+def test_cuts_that_do_not_fit_the_environment_leave_no_folder_behind(
+    tmp_path: Path, update: UpdateConfig
+) -> None:
+    motion = ProDMPConfig(2, 0.5, delay=0.0 if update.segment_points > 50 else 1.0)
+    with pytest.raises(ConfigError, match=r"50 steps is cut at|lets nothing move"):
+        train(tiny(update=update, motion=motion), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
     before = content(uninterrupted)
     train(tiny(), uninterrupted, resume=True)
@@ -266,7 +348,7 @@ def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resuma
 
     with monkeypatch.context() as patch:
         patch.setattr(PointReachEnv, "step", step)
-        with pytest.raises(SimulationError, match=r"not finite at step \d+ of the episode"):
+        with pytest.raises(SimulationError, match=r"^iteration 4: .*not finite at step \d+ of the episode"):
             train(tiny(), tmp_path / "run")
     assert 0 < len(content(tmp_path / "run")[0]) < 6
     train(tiny(), tmp_path / "run", resume=True)

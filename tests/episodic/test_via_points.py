@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,3 +78,49 @@ def test_wrong_points_are_refused():
         ViaPoint(0.5, (0.1, 0.2), std=0.0)
     with pytest.raises(InvalidInputError, match="position"):
         ViaPoint(0.5, (math.inf, 0.2))
+
+
+ONE = ProDMP(ProDMPConfig(num_basis=3), 1)
+
+
+def passing(points, motion=ONE):
+    """Conditioned from mean 0 and covariance 1, from rest at 0."""
+    prior = WeightDistribution(torch.zeros(1, 4), torch.eye(4), "full")
+    start = torch.zeros(1, 1, dtype=torch.float64)
+    return condition_on_via_points(motion, prior, start, start, points)
+
+
+@pytest.mark.parametrize("std", [1e-6, 1e-8, 1e-10])
+def test_points_may_be_as_tight_as_wanted(std):
+    """The motion of the smallest weights that pass them, which numpy finds."""
+    points = [ViaPoint(0.3, (0.1,), std), ViaPoint(0.5, (0.3,), std), ViaPoint(0.9, (-0.2,), std)]
+    found = passing(points)
+    basis = ONE.basis([point.time for point in points]).positions.numpy()
+    smallest = np.linalg.lstsq(basis, [point.position[0] for point in points], rcond=None)[0]
+    assert found.mean[0].numpy() == pytest.approx(smallest, rel=1e-5)
+    spread = (torch.from_numpy(basis) @ found.scale).norm(dim=-1)
+    assert spread.numpy() == pytest.approx([std] * 3, rel=1e-3)
+    assert (found.scale.diagonal() > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([ViaPoint(0.5, (0.3,), 1e-9), ViaPoint(0.5, (0.4,), 1e-9)], r"they miss it by 0\.05"),
+        ([ViaPoint(t, (0.3 * t**3,), 1e-8) for t in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)], "fewer or others"),
+        ([ViaPoint(1e-6, (0.3,))], "do not pass 0.3 with joint 1"),
+        ([ViaPoint(0.0, (0.3,))], "before anything moves"),
+        ([ViaPoint(-0.1, (0.3,))], "before anything moves"),
+    ],
+)
+def test_points_that_cannot_be_passed_are_refused(points, message):
+    with pytest.raises(InvalidInputError, match=message):
+        passing(points)
+
+
+def test_a_point_within_the_delay_is_refused():
+    delayed = ProDMP(ProDMPConfig(num_basis=3, delay=0.3), 1)
+    with pytest.raises(InvalidInputError, match=r"motions start at 0\.3 s"):
+        passing([ViaPoint(0.1, (0.3,))], delayed)
+    with pytest.raises(InvalidInputError, match="time must be a number"):
+        ViaPoint(math.nan, (0.3,))

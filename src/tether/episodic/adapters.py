@@ -19,6 +19,12 @@ import numpy as np
 from tether.episodic.episodes import EnvSpec, Episode, FloatArray, Start
 from tether.errors import ConfigError, InvalidInputError, SimulationError
 
+_TAKEN_NAMES = frozenset((
+    *("success", "success_any", "return", "return_mean", "jerk"),
+    *("step", "env_steps", "time_s", "sampling_seconds"),
+))  # fmt: skip
+"""Numbers that every run has, which no extra may hide."""
+
 
 class PositionControlledEnv(ABC):
     """Runs whole desired trajectories in a gymnasium environment whose robot can track positions.
@@ -31,7 +37,7 @@ class PositionControlledEnv(ABC):
         env_id: the name used in messages and in `EnvSpec`.
 
     Raises:
-        ConfigError: spaces of another kind.
+        ConfigError: spaces of another kind, or class attributes that contradict each other.
     """
 
     num_dof: ClassVar[int]
@@ -50,10 +56,10 @@ class PositionControlledEnv(ABC):
     """Entries of the first observation that describe the task; None takes all of them."""
 
     headline: ClassVar[str] = "success"
-    """The number the task is judged by."""
+    """The number the task is judged by: "success", or one of `extra_names`."""
 
     extra_names: ClassVar[tuple[str, ...]] = ()
-    """Entries of the last step's ``info`` kept as numbers of the episode."""
+    """Entries of the last step's ``info`` kept as numbers of the episode; not names that every run has."""
 
     event_key: ClassVar[str | None] = None
     """The entry of ``info`` that turns true, and stays true, with the event after which rewards no longer
@@ -71,9 +77,32 @@ class PositionControlledEnv(ABC):
                 )
         self.env = env
         self.env_id = env_id
+        self._check_names()
+        self._check_indices()
         self._action_low = np.asarray(env.action_space.low, dtype=np.float64)  # type: ignore[attr-defined]
         self._action_high = np.asarray(env.action_space.high, dtype=np.float64)  # type: ignore[attr-defined]
         self._ready_seed: int | None = None
+
+    def _check_names(self) -> None:
+        if taken := _TAKEN_NAMES.intersection(self.extra_names):
+            raise ConfigError(
+                f"{self.env_id}: extra_names has {', '.join(sorted(taken))}, which every run measures "
+                "itself. Use other names."
+            )
+        if self.headline != "success" and self.headline not in self.extra_names:
+            raise ConfigError(
+                f"{self.env_id}: headline is {self.headline!r}, which is neither 'success' nor in "
+                f"extra_names ({', '.join(self.extra_names) or 'none'}). Add it there."
+            )
+
+    def _check_indices(self) -> None:
+        """Also before a spec is given away: a class may choose its indices when it knows the environment."""
+        size = int(self.env.observation_space.shape[0])  # type: ignore[index]
+        if any(not -size <= index < size for index in self.context_indices or ()):
+            raise ConfigError(
+                f"{self.env_id}: context_indices {self.context_indices} name entries that an observation of "
+                f"{size} numbers does not have."
+            )
 
     # What a new robot defines.
 
@@ -112,7 +141,12 @@ class PositionControlledEnv(ABC):
 
     @property
     def spec(self) -> EnvSpec:
-        """The sizes a policy needs."""
+        """The sizes a policy needs.
+
+        Raises:
+            ConfigError: `context_indices` out of range.
+        """
+        self._check_indices()
         observation_size = int(self.env.observation_space.shape[0])  # type: ignore[index]
         return EnvSpec(
             env_id=self.env_id,
@@ -152,6 +186,7 @@ class PositionControlledEnv(ABC):
         Raises:
             InvalidInputError: a trajectory of another shape, or not finite.
             SimulationError: the simulator returned something that is not finite.
+            ConfigError: ``info`` lacks what `event_key` or `extra_names` say it has.
         """
         check_trajectory(self.spec, desired_positions, desired_velocities)
         if self._ready_seed != seed:
@@ -174,14 +209,14 @@ class PositionControlledEnv(ABC):
             observations[t + 1], rewards[t], positions[t + 1] = observation, reward, self.joint_positions()
             success = self.step_success(info)
             success_any |= success
-            if event_step < 0 and self.event_key is not None and info[self.event_key]:
+            if event_step < 0 and self.event_key is not None and self._told(info, self.event_key):
                 event_step = t
             if terminated or truncated:
                 length = t + 1
                 observations[length + 1 :], positions[length + 1 :] = observations[length], positions[length]
                 break
         self._check_finite(seed, observations, rewards)
-        extras = {name: float(info[name]) for name in self.extra_names}
+        extras = {name: float(self._told(info, name)) for name in self.extra_names}
         rewards = self.motion_rewards(rewards, desired_positions)
         return Episode(observations, rewards, positions, length, success, success_any, extras, event_step)
 
@@ -195,8 +230,19 @@ class PositionControlledEnv(ABC):
             length=0,
             success=False,
             success_any=False,
-            extras=dict(self.refused_extras),
+            extras={
+                name: self._told(self.refused_extras, name, "refused_extras") for name in self.extra_names
+            },
         )
+
+    def _told(self, source: Mapping[str, Any], name: str, where: str = "a step's info") -> Any:
+        """What the environment says of a name that the class declares."""
+        if name not in source:
+            raise ConfigError(
+                f"{self.env_id}: {where} has no {name!r}, which {type(self).__name__} declares; it has "
+                f"{', '.join(map(str, source)) or 'nothing'}. Mend one of the two."
+            )
+        return source[name]
 
     def _check_finite(self, seed: int, observations: FloatArray, rewards: FloatArray) -> None:
         finite = np.isfinite(observations[1:]).all(axis=1) & np.isfinite(rewards)

@@ -11,6 +11,7 @@ from tether.episodic.config import EpisodicConfig
 from tether.episodic.episodes import EnvSpec
 from tether.episodic.learner import Learner
 from tether.errors import ConfigError, did_you_mean
+from tether.experiments.setting_values import typed_value
 from tether.names import look_up
 
 ALGORITHMS = {
@@ -61,7 +62,7 @@ def config_from_dict(values: Mapping[str, Any]) -> EpisodicConfig:
     """The configuration that `EpisodicConfig.as_dict` wrote, also after a journey through JSON.
 
     Raises:
-        ConfigError: an unknown algorithm, or an unknown or missing setting.
+        ConfigError: an unknown algorithm, an unknown or missing setting, or a value of another type.
 
     >>> from tether.episodic.config import OnPolicyConfig
     >>> config = OnPolicyConfig("tether/PointReach-v0", episodes=8)
@@ -86,8 +87,9 @@ def _build(kind: type, values: Mapping[str, Any], path: str) -> Any:
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}{name} is {value!r}; give settings by name, as {path}{name}.NAME.")
-            value = _build(typing.cast(type, hints[name]), value, f"{path}{name}.")
-        arguments[name] = tuple(value) if isinstance(value, list) else value
+            arguments[name] = _build(typing.cast(type, hints[name]), value, f"{path}{name}.")
+        else:
+            arguments[name] = typed_value(value, hints[name], f"{path}{name}")
     try:
         return kind(**arguments)
     except TypeError as error:

@@ -56,6 +56,7 @@ def train_command(config: TrainConfig) -> RunFolder:
             settings, out, label=label, resume=config.resume, until=config.until,
             trackers=(*config.report_to, *(("tensorboard",) if config.tensorboard else ())),
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
+            say=progress.message,
         )  # fmt: skip
         draw_exploration(out)
         if config.film:

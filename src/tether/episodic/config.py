@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
@@ -132,6 +133,8 @@ class TrustRegionConfig:
                 "mean_bound and cov_bound must be positive and regression_weight not negative, got "
                 f"{self.mean_bound}, {self.cov_bound} and {self.regression_weight}."
             )
+        if self.target_entropy is not None and not math.isfinite(self.target_entropy):
+            raise ConfigError(f"target_entropy is a number of nats or None, got {self.target_entropy}.")
         if self.method not in get_args(GaussianMethod):
             raise ConfigError(f"method is one of {get_args(GaussianMethod)}; got {self.method!r}.")
 
@@ -179,7 +182,8 @@ class UpdateConfig:
     """Let the last segment run to the end of the episode; the paper's ends at the last point (TCE)."""
 
     def __post_init__(self) -> None:
-        if not (self.learning_rate > 0 and self.epochs >= 1 and self.weight_decay >= 0):
+        rates = 0 < self.learning_rate < math.inf and 0 <= self.weight_decay < math.inf
+        if not (rates and self.epochs >= 1):
             raise ConfigError(
                 "Needed: learning_rate > 0, epochs >= 1, weight_decay >= 0; got "
                 f"{self.learning_rate}, {self.epochs}, {self.weight_decay}."
@@ -188,6 +192,10 @@ class UpdateConfig:
             raise ConfigError(
                 "final_learning_rate_fraction must lie in (0, 1], got "
                 f"{self.final_learning_rate_fraction}; 1 keeps the learning rate constant."
+            )
+        if self.segment_points < 2:
+            raise ConfigError(
+                f"A motion is cut at 2 points or more, got segment_points={self.segment_points}."
             )
         if not (0 < self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
             raise ConfigError(

@@ -45,7 +45,8 @@ class CriticConfig:
     """Fit on every n-th state of an episode, from a random first one on; published is every one (TCE)."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or not self.learning_rate > 0 or self.weight_decay < 0:
+        rates = 0 < self.learning_rate < math.inf and 0 <= self.weight_decay < math.inf
+        if self.epochs < 1 or not rates:
             raise ConfigError(
                 "The critic needs epochs >= 1, learning_rate > 0 and weight_decay >= 0, got "
                 f"{self.epochs}, {self.learning_rate} and {self.weight_decay}."

@@ -24,15 +24,24 @@ Studies = Mapping[tuple[str, str], Sequence[RunData]]
 """(task, method) -> its seeds."""
 
 
+def task_name(settings: Mapping[str, Any]) -> str:
+    """The environment that a run's settings are about, with its options.
+
+    >>> task_name({"env_id": "tether/HopperJumpSparse-v0", "env_options": {"show_memory": True, "reach": 2}})
+    'HopperJumpSparse-v0 (reach=2, show_memory)'
+    """
+    given = sorted(settings.get("env_options", {}).items())
+    options = ", ".join(name if value is True else f"{name}={value!r}" for name, value in given)
+    task = str(settings["env_id"]).removeprefix("tether/")
+    return f"{task} ({options})" if options else task
+
+
 def by_study(runs: Iterable[RunData]) -> Studies:
     """Runs by task and label, tasks in order of first appearance, without what has no evaluation."""
     found: dict[tuple[str, str], list[RunData]] = {}
     for run in sorted(runs, key=lambda run: run.config.seed):
         if run.evals:
-            task = str(run.config.settings["env_id"]).removeprefix("tether/")
-            options = ", ".join(run.config.settings.get("env_options", {}))
-            task += f" ({options})" if options else ""
-            found.setdefault((task, run.config.label), []).append(run)
+            found.setdefault((task_name(run.config.settings), run.config.label), []).append(run)
     return dict(sorted(found.items()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import gymnasium
@@ -10,6 +11,9 @@ from tether.episodic.adapters import ADAPTERS, PositionControlledEnv
 from tether.episodic.envs import BUILT_IN_ADAPTERS
 from tether.errors import ConfigError, MissingDependencyError
 from tether.names import import_module, look_up, unknown
+
+# How Python words a call that does not fit the function; another TypeError is the environment's own.
+_OF_ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
 
 
 def known_env_ids() -> list[str]:
@@ -27,7 +31,7 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
 
     Raises:
         ConfigError: an unknown id; the message names the nearest known one. Or a module that cannot be
-            imported.
+            imported, options that the environment does not have, or an adapter that contradicts itself.
         MissingDependencyError: what the environment needs is not installed.
 
     >>> import numpy as np
@@ -59,4 +63,12 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
             "The option success_rule is gone: every run measures success at the last step (success) and at "
             "any step (success_any). Leave it out."
         )
-    return adapter(gymnasium.make(name, disable_env_checker=True, **options), env_id)
+    try:
+        env = gymnasium.make(name, disable_env_checker=True, **options)
+    except TypeError as error:
+        if not _OF_ARGUMENTS.search(str(error)):
+            raise
+        raise ConfigError(
+            f"{env_id} cannot be made with the options {options}: {error}. Give it those that it has."
+        ) from error
+    return adapter(env, env_id)

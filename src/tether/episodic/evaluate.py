@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 from tether.episodic.episodes import FloatArray
 from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
+from tether.errors import ConfigError
 
 _EVALUATION_STREAM = 0x7E7E
+# Fewer positions have no third difference.
+_FEWEST_FOR_JERK = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Evaluation:
     """Sum of rewards, [E]."""
 
     jerk: FloatArray
-    """Roughness of the motions the robot really made, [E]; see `root_mean_square_jerk`."""
+    """Roughness of the motions the robot really made, [E]; see `jerk_of_episodes`."""
 
     extras: dict[str, FloatArray]
     """Other numbers of the episodes, [E] each."""
@@ -68,6 +71,31 @@ def root_mean_square_jerk(positions: FloatArray, dt: float) -> FloatArray:
     return result
 
 
+def jerk_of_episodes(positions: FloatArray, lengths: NDArray[np.int64], dt: float) -> FloatArray:
+    """`root_mean_square_jerk` of the steps that each episode took, [E].
+
+    NaN where there are too few: a motion that was refused is not smooth, but none.
+
+    Args:
+        positions: [E, T + 1, D]; rows past an episode's end repeat the last one and count for nothing.
+        lengths: [E], steps taken.
+        dt: seconds.
+
+    >>> t = np.arange(10)[None, :, None] * 0.1
+    >>> stopped = np.minimum(2 * t**3, 2 * 0.5**3).repeat(3, axis=0)
+    >>> jerk_of_episodes(stopped, np.array([5, 2, 0]), 0.1).round(9).tolist()
+    [12.0, nan, nan]
+    """
+    steps = positions.shape[1] - 1
+    if steps + 1 < _FEWEST_FOR_JERK:
+        return np.full(len(positions), np.nan)
+    jerk = root_mean_square_jerk(positions, dt)
+    for i in np.flatnonzero(lengths < steps):
+        taken = positions[i : i + 1, : lengths[i] + 1]
+        jerk[i] = root_mean_square_jerk(taken, dt)[0] if taken.shape[1] >= _FEWEST_FOR_JERK else np.nan
+    return jerk
+
+
 def mean_of_known(values: FloatArray) -> float:
     """Mean over the episodes that have the number: one that never landed has no landing distance.
 
@@ -90,6 +118,19 @@ def evaluation_seeds(number: int) -> tuple[int, ...]:
     )
 
 
+def check_training_seed(seed: int) -> None:
+    """Refuse the one seed of training whose stream of episodes is the evaluation's.
+
+    Raises:
+        ConfigError: that seed.
+    """
+    if seed == _EVALUATION_STREAM:
+        raise ConfigError(
+            f"With seed {seed} a run would train on the very episodes that evaluations measure it on. Choose "
+            "another seed."
+        )
+
+
 def evaluate_learner(
     learner: Learner, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
 ) -> Evaluation:
@@ -106,7 +147,7 @@ def evaluate_learner(
     motions = learner.act(starts, explore=not deterministic)
     learner.generator.set_state(before)
     episodes = sampler.execute(motions.positions, motions.velocities)
-    jerk = root_mean_square_jerk(episodes.positions, learner.spec.dt)
+    jerk = jerk_of_episodes(episodes.positions, episodes.lengths, learner.spec.dt)
     return Evaluation(
         episodes.success, episodes.success_any, episodes.returns, jerk, episodes.extras, deterministic
     )

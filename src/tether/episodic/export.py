@@ -6,6 +6,10 @@ import copy
 import importlib.metadata
 import importlib.util
 import logging
+import math
+import os
+import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -16,23 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from tether.episodic.environments import make_position_controlled
-from tether.episodic.episodes import Starts
+from tether.episodic.episodes import FloatArray, Starts
 from tether.episodic.evaluate import evaluation_seeds
-from tether.episodic.learner import Learner
+from tether.episodic.learner import Learner, Motions
 from tether.episodic.options import ExportConfig
-from tether.episodic.plans import plan_motion
+from tether.episodic.plans import Plan, plan_motion
 from tether.episodic.prodmp import MotionBasis
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import load_config, load_learner
 from tether.errors import CheckpointError, MissingDependencyError
 from tether.experiments import RunFolder
-from tether.experiments.files import atomic_write_json
+from tether.experiments.files import TEMPORARY_PREFIX, atomic_write_json
 
 Format = Literal["torch", "onnx"]
 
 FILES: dict[Format, str] = {"torch": "motion.pt2", "onnx": "motion.onnx"}
 """Format -> name of its file."""
 
+DESCRIPTION = "motion.json"
+"""Name of the file that says what the others are."""
+
+_OWN_FILES = re.compile(r"motion\.(pt2|onnx|json)|motion_\d+\.csv")
 _INPUTS = ("observation", "position", "velocity")
 _OUTPUTS = ("weights", "positions", "velocities")
 _CHECKED_STARTS = 16
@@ -90,7 +98,9 @@ def inputs_of(learner: Learner, starts: Starts) -> dict[str, Tensor]:
 def export_run(config: ExportConfig) -> Path:
     """Write a run's policy as a program for torch, as ONNX, with a description and motions as CSV.
 
-    Every file is read back and compared with the run's own motions before this returns.
+    Programs are read back and compared with the run's own motions, and so are the motions of the tables
+    before the limits act. Only then do the files of an earlier export in the folder make way for them, all
+    together: a refused one leaves the folder as it was.
 
     Returns:
         The folder.
@@ -107,13 +117,31 @@ def export_run(config: ExportConfig) -> Path:
     with EpisodeSampler(settings.env_id, 0, 0, settings.env_options) as sampler:
         learner = load_learner(config.run, sampler.spec, config.step)
         starts = sampler.reset(seeds=evaluation_seeds(max(_CHECKED_STARTS, config.motions)))
+    motions = learner.act(starts, explore=False)
+    plans = _plans(learner, starts, motions, config)  # refused before anything is written
     folder.mkdir(parents=True, exist_ok=True)
-    differences = {
-        name: _write_and_compare(name, learner, starts, folder / FILES[name]) for name in config.formats
-    }
-    _write_motions(learner, starts, config, folder)
-    atomic_write_json(folder / "motion.json", _description(learner, config) | {"checked": differences})
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as scratch:
+        made = Path(scratch)
+        differences = {
+            name: _write_and_compare(name, learner, starts, motions, made / FILES[name])
+            for name in config.formats
+        }
+        for index, plan in enumerate(plans):
+            plan.write_csv(made / f"motion_{index}.csv")
+        atomic_write_json(made / DESCRIPTION, _description(learner, config) | {"checked": differences})
+        _move(made, folder)
     return folder
+
+
+def _move(made: Path, folder: Path) -> None:
+    """Put new files in the place of an earlier export's: its description goes first, the new comes last."""
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    new = sorted((path.name for path in made.iterdir()), key=lambda name: name == DESCRIPTION)
+    for old in folder.iterdir():
+        if _OWN_FILES.fullmatch(old.name) and old.name not in new:
+            old.unlink()
+    for name in new:
+        os.replace(made / name, folder / name)
 
 
 def _check_installed(formats: tuple[Format, ...]) -> None:
@@ -124,20 +152,30 @@ def _check_installed(formats: tuple[Format, ...]) -> None:
         )
 
 
-def _write_and_compare(name: Format, learner: Learner, starts: Starts, path: Path) -> float:
+def _write_and_compare(name: Format, learner: Learner, starts: Starts, motions: Motions, path: Path) -> float:
     """Export to a file, read it back, and give the largest difference of its motions from the run's."""
     module, inputs = MotionModule(learner).eval().requires_grad_(False), inputs_of(learner, starts)
     read = _write_torch(module, inputs, path) if name == "torch" else _write_onnx(module, inputs, path)
     _, positions, velocities = read(inputs)
-    motions = learner.act(starts, explore=False)
+    return _compared(
+        path.name,
+        (positions, motions.positions),
+        (velocities, motions.velocities),
+        remedy="Use another format",
+    )
+
+
+def _compared(name: str, *pairs: tuple[Tensor | FloatArray, FloatArray], remedy: str) -> float:
+    """The largest difference of what was found from the run's own motions, relative where those exceed 1."""
     difference = 0.0
-    for found, own in ((positions, motions.positions), (velocities, motions.velocities)):
+    for found, own in pairs:
         expected = torch.as_tensor(own)
-        difference = max(difference, float(((found - expected).abs() / expected.abs().clamp_min(1)).max()))
+        off = (torch.as_tensor(found) - expected).abs() / expected.abs().clamp_min(1)
+        difference = max(difference, float(off.max()))
     if not difference <= _TOLERANCE:
         raise CheckpointError(
-            f"{path} differs from the run's own motions by {difference:.2g} (allowed: {_TOLERANCE:g}). "
-            "Use another format, and please report this."
+            f"{name} differs from the run's own motions by {difference:.2g} (allowed: {_TOLERANCE:g}). "
+            f"{remedy}, and please report this."
         )
     return difference
 
@@ -198,17 +236,24 @@ def _write_onnx(module: MotionModule, inputs: dict[str, Tensor], path: Path) -> 
     return run
 
 
-def _write_motions(learner: Learner, starts: Starts, config: ExportConfig, folder: Path) -> None:
+def _plans(learner: Learner, starts: Starts, motions: Motions, config: ExportConfig) -> list[Plan]:
     """The mean motions of the first starts, as a robot within the limits would run them."""
     inputs, spec = inputs_of(learner, starts), learner.spec
     with torch.no_grad():
         weights = learner.planner()(inputs["observation"]).double()
+    plans = []
     for index in range(config.motions):
-        plan = plan_motion(
+        motion = (
             learner.motion, weights[index], inputs["position"][index], inputs["velocity"][index],
-            spec.dt, spec.duration, limits=config.limits, on_violation=config.on_violation,
+            spec.dt, spec.duration,
         )  # fmt: skip
-        plan.write_csv(folder / f"motion_{index}.csv")
+        free = plan_motion(*motion)
+        _compared(
+            f"motion_{index}.csv", (free.positions, motions.positions[index]),
+            (free.velocities, motions.velocities[index]), remedy="Leave the tables out (--motions 0)",
+        )  # fmt: skip
+        plans.append(plan_motion(*motion, limits=config.limits, on_violation=config.on_violation))
+    return plans
 
 
 def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
@@ -218,6 +263,8 @@ def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
         units, entries = list(robot.position_units), robot.context_indices
     steps = [checkpoint.step for checkpoint in run.checkpoints()]
     size = learner.seen_size
+    # A context may be as large as the observation and still have another order.
+    of_context = size != spec.observation_size or getattr(learner.config, "policy_input", "") == "context"
     return {
         "made_by": f"tether-rl {importlib.metadata.version('tether-rl')}",
         "environment": spec.env_id,
@@ -230,8 +277,8 @@ def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
         "inputs": {
             "observation": {
                 "shape": ["motions", size],
-                "entries_of_the_first_observation": "all" if entries is None or size == spec.observation_size
-                else list(entries),
+                "entries_of_the_first_observation": "all" if entries is None or not of_context
+                else [index % spec.observation_size for index in entries],
             },
             "position": {"shape": ["motions", spec.num_dof], "units": units},
             "velocity": {"shape": ["motions", spec.num_dof], "units": [f"{unit}/s" for unit in units]},
@@ -248,6 +295,7 @@ def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
         "first_step_after_seconds": spec.dt,
         "movement_primitive": asdict(learner.motion.config) | {"degrees_of_freedom": spec.num_dof},
         "limits": {
-            name: config.limits.each(name, spec.num_dof).tolist() for name in asdict(config.limits)
+            name: [one if math.isfinite(one) else None for one in config.limits.each(name, spec.num_dof)]
+            for name in asdict(config.limits)
         },
     }  # fmt: skip

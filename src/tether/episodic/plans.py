@@ -50,7 +50,10 @@ class MotionLimits:
                 raise ConfigError(f"{item.name} must hold no NaN, got {getattr(self, item.name)!r}.")
             if item.name in ("velocity", "acceleration") and not (values > 0).all():
                 raise ConfigError(f"{item.name} must be positive, got {getattr(self, item.name)!r}.")
-        if not (np.asarray(self.position_low) < np.asarray(self.position_high)).all():
+        low, high = (np.atleast_1d(np.asarray(v)) for v in (self.position_low, self.position_high))
+        if len(low) != len(high) and 1 not in (len(low), len(high)):
+            raise ConfigError(f"position_low has {len(low)} values, but position_high has {len(high)}.")
+        if not (low < high).all():
             raise ConfigError(
                 f"Needed: position_low < position_high, got {self.position_low!r} and {self.position_high!r}."
             )
@@ -116,6 +119,7 @@ def plan_motion(
     duration: float,
     *,
     start_time: float = 0.0,
+    goal_from: Tensor | None = None,
     limits: MotionLimits | None = None,
     on_violation: OnViolation = "scale",
 ) -> Plan:
@@ -123,7 +127,8 @@ def plan_motion(
 
     A motion that is too fast is run slower by the least factor that keeps speeds and accelerations within
     the limits: its time constant and delay grow, and from rest its path stays the same. A path that leaves
-    the range of positions is refused, because no speed mends it.
+    the range of positions is refused, because no speed mends it. The last step may lie up to `dt` past the
+    motion's end; where that would break a limit, the motion is slowed down until it ends with the step.
 
     To replan in mid-motion, pass the present position and velocity, the weights that hold from now on, and
     how far the motion is (`start_time`): it goes on from there without a jump of position or velocity.
@@ -135,13 +140,15 @@ def plan_motion(
         dt: seconds between two steps.
         duration: seconds the whole motion takes, from time 0 of the primitive, before it is slowed.
         start_time: time of the primitive at which the robot is in that state.
+        goal_from: [D], where the robot was at time 0, from which a relative goal is measured; needed with one
+            if `start_time` is later.
         limits: of the robot; None for none.
         on_violation: ``"scale"`` or ``"refuse"`` motions that are too fast.
 
     Raises:
         MotionLimitError: a position out of range; a speed or acceleration above its limit with ``"refuse"``;
             an initial speed above the limit, or a limit that slowing down does not meet.
-        InvalidInputError: times in the wrong order, or sizes that do not fit.
+        InvalidInputError: times in the wrong order, sizes that do not fit, or a missing `goal_from`.
 
     Example:
         >>> import torch
@@ -161,57 +168,82 @@ def plan_motion(
             f"Needed: dt > 0 and 0 <= start_time < duration, got dt={dt}, start_time={start_time}, "
             f"duration={duration}."
         )
-    state = weights.double(), position.double(), velocity.double()
-    slowed = 1.0 if limits is None else _slowed(motion, state, dt, duration, start_time, limits, on_violation)
-    return _steps(motion, state, dt, duration, start_time, slowed)
+    weights = weights.double()
+    if goal_from is not None:
+        motion, weights = motion.with_fixed_goal(weights, goal_from.double())
+    elif motion.config.relative_goal and start_time > 0:
+        raise InvalidInputError(
+            f"The motion's goal is relative to where the robot was at time 0, but it is planned from "
+            f"start_time={start_time} on. Give that position as goal_from."
+        )
+    course = _Course(
+        motion, weights, position.double(), velocity.double(), dt, start_time, duration - start_time
+    )
+    slowed = 1.0 if limits is None else _slowed(course, limits, on_violation)
+    return course.at(course.rows(slowed), slowed)
 
 
-State = tuple[Tensor, Tensor, Tensor]
+@dataclass(frozen=True)
+class _Course:
+    """A motion from a state on."""
+
+    motion: ProDMP
+    weights: Tensor
+    position: Tensor
+    velocity: Tensor
+    dt: float
+    begin: float
+    """Time of the primitive in that state."""
+    seconds: float
+    """From there to the motion's end."""
+
+    def at(self, times: FloatArray, slowed: float) -> Plan:
+        """The motion, `slowed` times slower, at times after the state."""
+        motion, begin = self.motion, slowed * self.begin
+        if slowed != 1.0:
+            config = motion.config
+            slower = replace(config, tau=config.tau * slowed, delay=config.delay * slowed)
+            motion = ProDMP(slower, motion.num_dof)
+        state = self.weights, self.position, self.velocity
+        positions, velocities = motion.trajectory(*state, begin + times, begin)
+        accelerations = motion.accelerations(
+            self.weights, self.position, positions, velocities, begin + times
+        )
+        return Plan(times, positions.numpy(), velocities.numpy(), accelerations.numpy(), slowed)
+
+    def rows(self, slowed: float) -> FloatArray:
+        """When the robot is told a step: as many whole ones as it takes to see the motion's end."""
+        steps = max(1, math.ceil(slowed * self.seconds / self.dt - 1e-6))  # rounding must not add one
+        return self.dt * np.arange(1, steps + 1, dtype=np.float64)
+
+    def instants(self) -> FloatArray:
+        """Where limits are looked after, at the motion's own speed."""
+        looks = max(2, math.ceil(self.seconds / self.dt * _LOOKS_PER_STEP) + 1)
+        instants = np.linspace(0.0, self.seconds, looks)
+        delay = self.motion.config.delay
+        if self.begin < delay < self.begin + self.seconds:  # accelerations jump there
+            instants = np.append(instants, delay - self.begin)
+        return instants
 
 
-def _steps(
-    motion: ProDMP, state: State, dt: float, duration: float, start_time: float, slowed: float
-) -> Plan:
-    # As many whole steps as it takes to see the motion's end; rounding must not add one.
-    steps = max(1, math.ceil(slowed * (duration - start_time) / dt - 1e-6))
-    return _at(motion, state, dt * np.arange(1, steps + 1, dtype=np.float64), start_time, slowed)
-
-
-def _at(motion: ProDMP, state: State, times: FloatArray, start_time: float, slowed: float) -> Plan:
-    """The motion, `slowed` times slower, at times after the state it departs from."""
-    config = motion.config
-    if slowed != 1.0:
-        slower = replace(config, tau=config.tau * slowed, delay=config.delay * slowed)
-        motion = ProDMP(slower, motion.num_dof)
-    begin = slowed * start_time
-    positions, velocities = motion.trajectory(*state, begin + times, begin)
-    accelerations = motion.accelerations(state[0], state[1], positions, velocities, begin + times)
-    return Plan(times, positions.numpy(), velocities.numpy(), accelerations.numpy(), slowed)
-
-
-def _slowed(
-    motion: ProDMP,
-    state: State,
-    dt: float,
-    duration: float,
-    start_time: float,
-    limits: MotionLimits,
-    on_violation: OnViolation,
-) -> float:
-    """The least factor that keeps the motion within its limits."""
-    _check_initial_speed(state[2], limits)
-    looks = max(2, math.ceil((duration - start_time) / dt * _LOOKS_PER_STEP) + 1)
-    instants = np.linspace(0.0, duration - start_time, looks)
-    if start_time < motion.config.delay < duration:  # accelerations jump there
-        instants = np.append(instants, motion.config.delay - start_time)
-    slowed = 1.0
+def _slowed(course: _Course, limits: MotionLimits, on_violation: OnViolation) -> float:
+    """The least factor that keeps the motion within its limits, and what is written past its end."""
+    _check_initial_speed(course.velocity, limits)
+    instants, slowed = course.instants(), 1.0
     for _ in range(_TRIES):
-        plan = _at(motion, state, instants * slowed, start_time, slowed)
+        plan = course.at(instants * slowed, slowed)
         excess = _excess(plan, limits)
         if excess <= 1 + _ROUNDING:
             _check_positions(plan, limits)
-            return slowed
-        if on_violation == "refuse":
+            end, last = slowed * course.seconds, float(course.rows(slowed)[-1])
+            past = course.at(np.linspace(end, max(end, last), _LOOKS_PER_STEP + 1), slowed)
+            within = _excess(past, limits) <= 1 + _ROUNDING and not _out_of_range(past, limits)
+            if within or last <= end * (1 + _ROUNDING):
+                return slowed
+            if on_violation == "refuse":
+                raise MotionLimitError(_past_its_end(past))
+            excess = last / end  # so slow it ends with the last row
+        elif on_violation == "refuse":
             break
         slowed *= excess
     raise MotionLimitError(_too_fast(plan, on_violation))
@@ -236,26 +268,46 @@ def _excess(plan: Plan, limits: MotionLimits) -> float:
     return float(max(speed.max(), math.sqrt(push.max())))
 
 
-def _check_positions(plan: Plan, limits: MotionLimits) -> None:
+def _out_of_range(plan: Plan, limits: MotionLimits) -> tuple[int, int] | None:
+    """The row and the joint that are the farthest out of the range of positions, if any are."""
     joints = plan.positions.shape[1]
     below = limits.each("position_low", joints) - plan.positions
     above = plan.positions - limits.each("position_high", joints)
     worst = np.maximum(below, above)
     step, joint = np.unravel_index(worst.argmax(), worst.shape)
-    if worst[step, joint] > _ROUNDING * max(1.0, abs(plan.positions[step, joint])):
+    allowed = _ROUNDING * max(1.0, abs(plan.positions[step, joint]))
+    return (int(step), int(joint)) if worst[step, joint] > allowed else None
+
+
+def _check_positions(plan: Plan, limits: MotionLimits) -> None:
+    if found := _out_of_range(plan, limits):
+        step, joint = found
+        low, high = (
+            limits.each(f"position_{end}", plan.positions.shape[1])[joint] for end in ("low", "high")
+        )
         raise MotionLimitError(
-            f"Joint {joint + 1} would be at {plan.positions[step, joint]:.4g} after "
-            f"{plan.times[step]:.3g} s, out of [{limits.each('position_low', joints)[joint]:.4g}, "
-            f"{limits.each('position_high', joints)[joint]:.4g}]. Slowing down does not mend that: choose "
-            "other weights, or condition them on via-points within the range."
+            f"Joint {joint + 1} would be at {plan.positions[step, joint]:.4g} after {plan.times[step]:.3g} "
+            f"s, out of [{low:.4g}, {high:.4g}]. Slowing down does not mend that: choose other weights, or "
+            "condition them on via-points within the range."
         )
 
 
 def _too_fast(plan: Plan, on_violation: OnViolation) -> str:
-    found = (
-        f"speeds up to {np.abs(plan.velocities).max():.4g}, accelerations up to "
-        f"{np.abs(plan.accelerations).max():.4g}"
-    )
+    found = f"{_speeds(plan)}."
     if on_violation == "refuse":
-        return f'The motion is too fast for the robot: {found}. on_violation="scale" would slow it down.'
-    return f"The motion exceeds the robot's limits even when {plan.slowed:.3g} times slower: {found}."
+        return f'The motion is too fast for the robot: {found} on_violation="scale" would slow it down.'
+    return f"The motion exceeds the robot's limits even when {plan.slowed:.3g} times slower: {found}"
+
+
+def _past_its_end(plan: Plan) -> str:
+    return (
+        f"The motion ends after {plan.times[0]:.4g} s, within the limits, but the robot's last step is at "
+        f"{plan.times[-1]:.4g} s, where it exceeds them: positions up to {np.abs(plan.positions).max():.4g}, "
+        f"{_speeds(plan)}. Choose a duration of whole steps; "
+        'on_violation="scale" would slow the motion down to one.'
+    )
+
+
+def _speeds(plan: Plan) -> str:
+    fastest, hardest = np.abs(plan.velocities).max(), np.abs(plan.accelerations).max()
+    return f"speeds up to {fastest:.4g}, accelerations up to {hardest:.4g}"

@@ -24,6 +24,9 @@ from tether.projection.gaussian import GaussianMethod
 
 Covariance = Literal["full", "diagonal"]
 
+# Standard deviations are softplus of a parameter, whose inverse overflows soon after.
+_LARGEST_STD = 500.0
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -56,6 +59,11 @@ class PolicyConfig:
         if not 0 < self.min_std < self.init_std:
             raise ConfigError(
                 f"Needed: 0 < min_std < init_std, got min_std={self.min_std} and init_std={self.init_std}."
+            )
+        if self.init_std > _LARGEST_STD:
+            raise ConfigError(
+                f"init_std is at most {_LARGEST_STD:g}, got {self.init_std}. Raise the motion's "
+                "weights_scale and goal_scale instead."
             )
 
 

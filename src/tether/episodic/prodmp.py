@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -111,6 +111,9 @@ class ProDMP:
         config: shape and scaling.
         num_dof: D, degrees of freedom.
 
+    Raises:
+        ConfigError: no degree of freedom, or constants at which a basis function moves nothing.
+
     Source: ProDMP (arXiv 2210.01531, section III).
 
     Example:
@@ -135,7 +138,13 @@ class ProDMP:
         self._precision = config.bandwidth_factor / np.diff(centres) ** 2
         scales = np.full(config.num_basis + 1, config.weights_scale)
         scales[-1] = config.goal_scale
-        self._scale = scales / self._peaks()
+        peaks = self._peaks()
+        if not (peaks > 0).all():
+            raise ConfigError(
+                f"A basis function moves nothing at alpha={config.alpha}, alpha_phase={config.alpha_phase} "
+                f"and bandwidth_factor={config.bandwidth_factor}: its peak is {peaks.min():.3g}. Use others."
+            )
+        self._scale = scales / peaks
 
     @property
     def num_weights(self) -> int:
@@ -183,7 +192,8 @@ class ProDMP:
     ) -> tuple[Tensor, Tensor]:
         """Position and velocity at some times, both [..., T, D], differentiable in everything but time.
 
-        To replan in mid-motion, pass the present position, velocity and time as the boundary condition.
+        To replan in mid-motion, pass the present position, velocity and time as the boundary condition. A
+        relative goal would be measured from there: take the motion that `with_fixed_goal` returns.
 
         Args:
             weights: [..., W].
@@ -210,6 +220,27 @@ class ProDMP:
             at(basis.positions, basis.position_from_position, basis.position_from_velocity),
             at(basis.velocities, basis.velocity_from_position, basis.velocity_from_velocity),
         )
+
+    def with_fixed_goal(self, weights: Tensor, goal_from: Tensor) -> tuple[ProDMP, Tensor]:
+        """The primitive without a relative goal, and the weights that mean the same motion to it, [..., W].
+
+        Args:
+            weights: [..., W].
+            goal_from: [..., D], the position from which a relative goal is measured.
+
+        Example:
+            >>> relative = ProDMP(ProDMPConfig(num_basis=3, relative_goal=True), num_dof=1)
+            >>> weights, start = torch.tensor([0.1, -0.2, 0.3, 0.5]).double(), torch.tensor([2.0]).double()
+            >>> fixed, same = relative.with_fixed_goal(weights, start)
+            >>> own, _ = relative.trajectory(weights, start, 0 * start, [0.7])
+            >>> bool((own - fixed.trajectory(same, start, 0 * start, [0.7])[0]).abs() < 1e-12)
+            True
+        """
+        if not self.config.relative_goal:
+            return self, weights
+        table = weights.unflatten(-1, (self.num_dof, self.config.num_basis + 1)).clone()
+        table[..., -1] += goal_from / self._scale[-1]
+        return ProDMP(replace(self.config, relative_goal=False), self.num_dof), table.flatten(-2)
 
     def accelerations(
         self,
@@ -254,14 +285,19 @@ class ProDMP:
     def _peaks(self) -> Array:
         """The maximum of every response, [nb + 1]: from a grid, then by Newton steps on the velocity."""
         grid = np.linspace(0.0, _SCALED_OVER, 501)
-        at = grid[self._response(0.0, grid)[0].argmax(axis=0)]
+        coarse = self._response(0.0, grid)[0]
+        at = grid[coarse.argmax(axis=0)]
         for _ in range(2):
             position, velocity = (values.diagonal() for values in self._response(0.0, at))
             pull = self.config.alpha * (self.config.alpha / 4 * position + velocity)
             acceleration = self._forcing(at).diagonal() - pull
-            at = np.clip(at - velocity / acceleration, 0.0, _SCALED_OVER)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                step = velocity / acceleration
+            at = np.clip(at - np.nan_to_num(step, nan=0.0, posinf=np.inf, neginf=-np.inf), 0.0, _SCALED_OVER)
         peaks: Array = self._response(0.0, at)[0].diagonal().copy()
-        return peaks
+        # A response that still rises at the end, or is flat there to rounding, has no peak to step to.
+        highest: Array = coarse.max(axis=0)
+        return np.where(peaks < (1 - 1e-9) * highest, highest, peaks)
 
     def _response(self, start: float, z: Array) -> tuple[Array, Array]:
         """Position and velocity of the systems at phase times z [T], at rest in zero at `start`."""

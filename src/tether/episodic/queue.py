@@ -10,7 +10,7 @@ from typing import Any
 from tether.episodic.algorithms import config_from_dict
 from tether.episodic.commands import train_all
 from tether.episodic.config import EpisodicConfig
-from tether.episodic.curves import write_overview
+from tether.episodic.curves import task_name, write_overview
 from tether.episodic.options import CompareConfig, TrainConfig, train_config
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.errors import ConfigError, did_you_mean
@@ -105,7 +105,8 @@ def read_queue(path: Path) -> list[Study]:
     """The studies of a YAML file.
 
     Raises:
-        ConfigError: no list of studies, an unknown key, a value of another type, or a name twice.
+        ConfigError: no list of studies, an unknown key, a value of another type, a name twice, or two studies
+            that one page could not tell apart.
     """
     known = {one.name for one in fields(Study)}
     entries = load_yaml(path)
@@ -125,7 +126,22 @@ def read_queue(path: Path) -> list[Study]:
     names = [study.name for study in studies]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{path}: {', '.join(sorted(twice))} occurs twice. Give the studies labels.")
+    _check_told_apart(path, studies)
     return studies
+
+
+def _check_told_apart(path: Path, studies: list[Study]) -> None:
+    """Refuse different studies of one task with one label, which would count as seeds of one method."""
+    found: dict[tuple[str, str], Study] = {}
+    for study in studies:
+        for run in study.runs(Path()):
+            key = task_name(run.settings.as_dict()), run.label or run.settings.algo
+            other = found.setdefault(key, study)
+            if other is not study:
+                raise ConfigError(
+                    f"{path}: {other.name} and {study.name} both train {key[1]!r} on {key[0]}, so that "
+                    "their runs would be averaged as seeds of one method. Give one of them a label."
+                )
 
 
 def queue_command(config: CompareConfig) -> Path:

@@ -6,11 +6,14 @@ pictures are wanted, and a graphics driver that crashes must not end a training 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +23,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tether.episodic.adapters import check_trajectory
+from tether.episodic.adapters import PositionControlledEnv, check_trajectory
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.episodes import Episode, FloatArray
 from tether.episodic.workers import environment_variables
@@ -29,6 +32,8 @@ from tether.errors import ConfigError, InvalidInputError, MissingDependencyError
 Picture = NDArray[np.uint8]
 
 FORMATS = (".mp4", ".gif")
+# A .gif counts in hundredths of a second, and what shows it takes a single one for ten.
+_FASTEST_GIF = 50
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,12 @@ class Film:
     """How a film looks."""
 
     width: int = 400
-    """Pixels of one motion's picture."""
+    """Pixels of one motion's picture; an environment that cannot be told sizes takes its own."""
 
     height: int = 300
 
     frames_per_second: int = 30
+    """At most 50 in a .gif, whose pictures stay for whole hundredths of a second."""
 
     speed: float = 1.0
     """Film seconds run this many times as fast as simulated ones; below 1 is slow motion."""
@@ -49,10 +55,10 @@ class Film:
     """How long the last picture stays."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.width, self.height, self.frames_per_second) < 1
-            or self.speed <= 0
-            or self.hold_seconds < 0
+        if not (
+            min(self.width, self.height, self.frames_per_second) >= 1
+            and 0 < self.speed < math.inf
+            and 0 <= self.hold_seconds < math.inf
         ):
             raise InvalidInputError(f"Sizes, rate and speed of a film are positive; got {self}.")
 
@@ -83,7 +89,8 @@ def render_motions(
         The path written.
 
     Raises:
-        ConfigError: another file format, an unknown environment, or one without pictures.
+        ConfigError: another file format, one that cannot show the rate, an unknown environment, or one
+            without pictures.
         InvalidInputError: no motion, or a trajectory of the wrong shape.
         MissingDependencyError: no OpenGL that works without a screen; the message says what to install.
         SimulationError: the simulator or the process that takes the pictures failed.
@@ -91,6 +98,11 @@ def render_motions(
     path, film, options = Path(out), film or Film(), dict(env_options or {})
     if path.suffix not in FORMATS:
         raise ConfigError(f"A film is written as one of {FORMATS}; got {path.name!r}.")
+    if path.suffix == ".gif" and film.frames_per_second > _FASTEST_GIF:
+        raise ConfigError(
+            f"A .gif shows at most {_FASTEST_GIF} pictures a second, not {film.frames_per_second}. Lower the "
+            "rate, or write an .mp4."
+        )
     if not motions:
         raise InvalidInputError("There is no motion to render.")
     arrays = {
@@ -168,14 +180,19 @@ def _run_in_child(opengl: str | None, env_id: str, *arguments: Any) -> None:
 # What happens in the child.
 
 
-def _serve(link: Connection, *arguments: Any) -> None:
+def _serve(link: Connection, env_id: str, *arguments: Any) -> None:
+    answer: Exception | None = None
     try:
         _probe_opengl()
-        _write_film(*arguments)
+        _write_film(env_id, *arguments)
     except (TetherError, _NoOpenGLError) as error:
-        link.send(error)
-    else:
-        link.send(None)
+        answer = error
+    except Exception as error:  # noqa: BLE001 - not swallowed: the parent raises it
+        answer = SimulationError(
+            f"{env_id}: filming failed with {type(error).__name__}: {error}\n"
+            f"In the process that takes the pictures:\n{traceback.format_exc()}"
+        )
+    link.send(answer)
 
 
 def _probe_opengl() -> None:
@@ -197,9 +214,8 @@ def _write_film(
     film: Film,
     out: Path,
 ) -> None:
-    picture = {"render_mode": "rgb_array", "width": film.width, "height": film.height}
     columns = []
-    with make_position_controlled(env_id, **picture | env_options) as env:
+    with _with_pictures(env_id, env_options, film) as env:
         camera = _Filming(env.env, env.dt * film.frames_per_second / film.speed)
         env.env = camera
         for caption, (positions, velocities) in motions.items():
@@ -209,8 +225,18 @@ def _write_film(
     _write(out, _side_by_side(columns, film), film.frames_per_second)
 
 
+def _with_pictures(env_id: str, env_options: dict[str, Any], film: Film) -> PositionControlledEnv:
+    """The environment, with pictures of the film's size if it can be told one, or of its own."""
+    picture = {"render_mode": "rgb_array"}
+    size = {"width": film.width, "height": film.height}
+    try:
+        return make_position_controlled(env_id, **picture | size | env_options)
+    except ConfigError:  # whatever else it refuses it will refuse again
+        return make_position_controlled(env_id, **picture | env_options)
+
+
 class _Filming(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Takes a picture whenever the film's clock moves on by one frame."""
+    """Takes a picture whenever the film's clock moves on by a frame, for as many as it moves on by."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], frames_per_step: float) -> None:
         super().__init__(env)
@@ -227,8 +253,9 @@ class _Filming(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         answer = self.env.step(action)
         self._steps += 1
-        if int(self._steps * self._frames_per_step) >= len(self.pictures):
-            self.pictures.append(self._picture())
+        due = int(self._steps * self._frames_per_step) + 1 - len(self.pictures)
+        if due > 0:
+            self.pictures += [self._picture()] * due
         return answer
 
     def _picture(self) -> Picture:
@@ -273,5 +300,15 @@ def _write(path: Path, frames: list[Picture], frames_per_second: int) -> None:
 
     options: dict[str, Any] = {"fps": frames_per_second, "codec": "libx264", "macro_block_size": 2}
     if path.suffix == ".gif":
-        options = {"duration": 1000 / frames_per_second, "loop": 0}
+        options = {"duration": _gif_durations(len(frames), frames_per_second), "loop": 0}
     imageio.imwrite(path, np.stack(frames), extension=path.suffix, **options)
+
+
+def _gif_durations(frames: int, frames_per_second: int) -> list[int]:
+    """Milliseconds each picture stays: whole hundredths of a second that add up to the rate.
+
+    >>> _gif_durations(4, 30)
+    [30, 40, 30, 30]
+    """
+    ends = [round(100 * frame / frames_per_second) for frame in range(frames + 1)]
+    return [10 * (end - begin) for begin, end in pairwise(ends)]

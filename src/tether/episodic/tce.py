@@ -38,6 +38,13 @@ class TCE(OnPolicyLearner):
                 f"state_stride must be at most {spec.horizon}, the steps of an episode of {spec.env_id}; got "
                 f"{config.critic.state_stride}."
             )
+        points = segment_points(spec.horizon, config.update.segment_points, 0)  # refuses more than steps
+        last = spec.dt * (int(points[-1]) + 1)
+        if config.motion.delay >= last:
+            raise ConfigError(
+                f"motion.delay={config.motion.delay:g} lets nothing move before {last:g} s, the last point "
+                f"at which the motions of {spec.env_id} may be cut. Lower it."
+            )
         super().__init__(config, spec)
 
     def _critic_input_size(self) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import torch
 from tether.episodic.algorithms import build_learner, config_from_dict
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.episodes import EnvSpec
-from tether.episodic.evaluate import evaluate_learner, mean_of_known
+from tether.episodic.evaluate import check_training_seed, evaluate_learner, mean_of_known
+from tether.episodic.interrupts import Interrupts
 from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
-from tether.errors import CheckpointError
+from tether.errors import CheckpointError, SimulationError
 from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
 from tether.experiments.checkpoints import find_damage
 from tether.experiments.trackers import check_trackers
@@ -38,11 +42,13 @@ def train(
     until: int | None = None,
     trackers: Collection[str] = (),
     report: Report | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> RunFolder:
     """Train an episodic policy into a run folder.
 
     Metrics, deterministic evaluations and checkpoints are written as they come. A run that was killed is
     continued with ``resume=True``, exactly: its files are those of an uninterrupted run, times aside.
+    Ctrl-C and SIGTERM end it after the iteration at hand, with a checkpoint; the second one at once.
 
     Args:
         config: the run; see `tether.episodic.presets`.
@@ -53,15 +59,18 @@ def train(
             still end with `config.iterations`: this is for a look at the beginning of a long run.
         trackers: what else gets every number: names of `tether.experiments.trackers`.
         report: called with (iteration, its metrics), from 1; and with each evaluation's.
+        say: called with messages to whoever waits; they are printed to stderr by default.
 
     Returns:
         The run folder, closed.
 
     Raises:
-        ConfigError: an unknown environment or algorithm, or settings that do not fit it.
+        ConfigError: an unknown environment or algorithm, settings that do not fit it, or the evaluation's
+            own seed.
         CheckpointError: the folder holds another run.
         SimulationError: a simulator failed; the message says in which iteration.
     """
+    check_training_seed(config.seed)
     check_trackers(trackers)
     torch.set_num_threads(config.learner_threads)
     settings = config.as_dict()
@@ -78,8 +87,14 @@ def train(
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()
             if not run.finished:
-                loop.run(until=config.iterations if until is None else min(until, config.iterations))
+                with Interrupts(say or _print_to_stderr) as interrupts:
+                    last = config.iterations if until is None else min(until, config.iterations)
+                    loop.run(last, interrupts)
     return run
+
+
+def _print_to_stderr(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
 
 
 class _Loop:
@@ -104,7 +119,7 @@ class _Loop:
         self.sampler.set_random_state(state["sampler"])
         self.done, self.env_steps = checkpoint.step, state["env_steps"]
 
-    def run(self, until: int) -> None:
+    def run(self, until: int, interrupts: Interrupts) -> None:
         config = self.learner.config
         if self.done == 0:
             self._evaluate()
@@ -115,16 +130,23 @@ class _Loop:
             self.report(self.done, metrics)
             if self.done == config.iterations or self.done % config.evaluate_every == 0:
                 self._evaluate()
-            if self.done == until or self.done % config.checkpoint_every == 0:
+            stopping = interrupts.noted is not None
+            if stopping or self.done == until or self.done % config.checkpoint_every == 0:
                 self._save()
+            if stopping and self.done < until:
+                interrupts.pass_on()
         if self.done == config.iterations:
             self.run_folder.mark_finished()
+        # SIGTERM asks a run to save and stop, and by now this one has: it ends as one that is complete.
+        if interrupts.noted == signal.SIGINT:
+            interrupts.pass_on()
 
     def _iterate(self) -> dict[str, float]:
         config = self.learner.config
         started = time.perf_counter()
-        motions = self.learner.act(self.sampler.reset(config.episodes))
-        episodes = self.sampler.execute(motions.positions, motions.velocities)
+        with _saying_where(f"iteration {self.done + 1}"):
+            motions = self.learner.act(self.sampler.reset(config.episodes))
+            episodes = self.sampler.execute(motions.positions, motions.velocities)
         sampling_seconds = time.perf_counter() - started
         self.env_steps += episodes.env_steps
         self.learner.observe(motions, episodes)
@@ -140,7 +162,8 @@ class _Loop:
         }
 
     def _evaluate(self) -> None:
-        result = evaluate_learner(self.learner, self.sampler, self.learner.config.evaluation_episodes)
+        with _saying_where(f"evaluation after iteration {self.done}"):
+            result = evaluate_learner(self.learner, self.sampler, self.learner.config.evaluation_episodes)
         numbers = {"env_steps": self.env_steps, **result.summary()}
         self.run_folder.log_eval(self.done, **numbers)
         self.report(self.done, numbers)
@@ -154,6 +177,14 @@ class _Loop:
         }
         atomic_write_bytes(folder / _STATE_FILE, _to_bytes(state))
         self.run_folder.mark_complete(self.done, keep=self.learner.config.keep_checkpoints)
+
+
+@contextmanager
+def _saying_where(where: str) -> Iterator[None]:
+    try:
+        yield
+    except SimulationError as error:
+        raise SimulationError(f"{where}: {error}") from error
 
 
 def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -> Learner:

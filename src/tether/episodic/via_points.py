@@ -13,6 +13,9 @@ from tether.episodic.policy import WeightDistribution
 from tether.episodic.prodmp import ProDMP
 from tether.errors import InvalidInputError
 
+# Conditioned means that miss a point by more standard deviations than this do not pass it.
+_FAR = 10.0
+
 
 @dataclass(frozen=True)
 class ViaPoint:
@@ -30,6 +33,8 @@ class ViaPoint:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.std) and self.std > 0):
             raise InvalidInputError(f"std must be a positive number, got {self.std}.")
+        if not math.isfinite(self.time):
+            raise InvalidInputError(f"time must be a number of seconds, got {self.time}.")
         if any(math.isinf(value) for value in self.position):
             raise InvalidInputError(f"position must hold numbers, or NaN for a free joint: {self.position}.")
 
@@ -56,7 +61,9 @@ def condition_on_via_points(
         Full covariances [E, W, W], or [W, W] where the distribution's is shared, in float64.
 
     Raises:
-        InvalidInputError: no point, or a position of another size.
+        InvalidInputError: no point, a position of another size, a time before the motion starts, or a point
+            that the conditioned motions miss by more than ten times its std: points that contradict each
+            other, or a policy too sure of something else.
 
     Source: conditioning of probabilistic movement primitives (Paraschos et al., 2013, section 2.2), with
     ProDMP's boundary condition (arXiv 2210.01531).
@@ -74,7 +81,7 @@ def condition_on_via_points(
     rows = [
         (joint, point)
         for point in via_points
-        for joint, value in enumerate(_checked(point, motion.num_dof).position)
+        for joint, value in enumerate(_checked(point, motion).position)
         if not math.isnan(value)
     ]
     if not rows:
@@ -90,20 +97,47 @@ def condition_on_via_points(
         look[row, joint * size : (joint + 1) * size] = basis.positions[times.index(point.time)]
     wanted = mean.new_tensor([point.position[joint] for joint, point in rows])
     moved = torch.stack([undriven[:, times.index(p.time), joint] for joint, p in rows], dim=-1)  # b
-    noise = mean.new_tensor([point.std**2 for _, point in rows]).diag()
-    spread = look @ scale  # H L
-    gain = torch.linalg.solve(spread @ spread.mT + noise, spread @ scale.mT).mT  # [..., W, rows]
     gap = wanted - moved - mean @ look.mT
-    posterior_mean = mean + (gain @ gap[..., None]).squeeze(-1)
-    # Joseph's form stays positive definite in rounding.
-    kept = torch.eye(motion.num_weights, dtype=mean.dtype) - gain @ look
-    covariance = kept @ scale @ scale.mT @ kept.mT + gain @ noise @ gain.mT
-    return WeightDistribution(posterior_mean, torch.linalg.cholesky(covariance), "full")
+    std = mean.new_tensor([point.std for _, point in rows])
+    # With weights = mean + L z and z standard normal, a point is one more look at z. Singular values of these
+    # looks keep the digits that covariances, which hold their squares, would lose.
+    left, values, right = torch.linalg.svd(look @ scale / std[:, None])
+    rank = values.shape[-1]
+    known = (left.mT @ (gap / std)[..., None])[..., :rank, :] * (values / (1 + values.square()))[..., None]
+    moved_by = (scale @ (right.mT[..., :rank] @ known)).squeeze(-1)
+    _check_passed((gap - moved_by @ look.mT).abs(), rows)
+    kept = torch.ones_like(right[..., 0])  # of the spread in each direction; what no point sees stays
+    kept[..., :rank] = (1 + values.square()).rsqrt()
+    return WeightDistribution(mean + moved_by, _lower_factor(scale @ (right.mT * kept[..., None, :])), "full")
 
 
-def _checked(point: ViaPoint, num_dof: int) -> ViaPoint:
-    if len(point.position) != num_dof:
+def _check_passed(missed: Tensor, rows: Sequence[tuple[int, ViaPoint]]) -> None:
+    """Refuse what misses a point, [E, rows], by far more than was asked."""
+    worst, index = missed.max(dim=0).values.div(missed.new_tensor([p.std for _, p in rows])).max(dim=0)
+    if worst > _FAR:
+        joint, point = rows[int(index)]
         raise InvalidInputError(
-            f"A via-point has a position for each of the {num_dof} joints, got {len(point.position)}."
+            f"The motions do not pass {point.position[joint]:g} with joint {joint + 1} at {point.time:g} s: "
+            f"they miss it by {missed[:, int(index)].max():.3g}, with a std of {point.std:g}. Give points a "
+            "larger std, or fewer or others: these contradict each other, or what the policy would choose."
+        )
+
+
+def _lower_factor(root: Tensor) -> Tensor:
+    """The Cholesky factor of root rootᵀ, [..., W, W], without forming the product."""
+    upper = torch.linalg.qr(root.mT).R
+    signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
+    return upper.mT * signs[..., None, :]
+
+
+def _checked(point: ViaPoint, motion: ProDMP) -> ViaPoint:
+    if len(point.position) != motion.num_dof:
+        raise InvalidInputError(
+            f"A via-point has a position for each of the {motion.num_dof} joints, got {len(point.position)}."
+        )
+    if point.time <= motion.config.delay:
+        raise InvalidInputError(
+            f"A via-point at {point.time:g} s is asked for before anything moves: motions start at "
+            f"{motion.config.delay:g} s. Give it a later time."
         )
     return point
