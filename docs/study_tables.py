@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import os
 import textwrap
@@ -15,6 +16,7 @@ from tether.llm.compare import baseline_label, finished_runs, grid_name, rows_of
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ROOT / "benchmarks" / "studies"
+TABLES = ROOT / "benchmarks" / "results" / "studies"
 
 #: Grid -> what it asks.
 STUDIES = {
@@ -97,14 +99,23 @@ def results_page() -> str:
     """Every table of every study that has finished runs."""
     parts = [
         "# Results of the studies",
-        "Written from the kept runs; what they mean is on the page of [the studies](studies.md). Success on "
-        "400 problems, in %. " + _NOTE,
+        f"Written from the {run_count():,} kept runs; what they mean is on the page of "
+        "[the studies](studies.md). Success on 400 problems, in %. " + _NOTE,
     ]
     for study, title in STUDIES.items():
         table = _table(study)
         if table is not None:
             parts += [f"## {title}", *_points(table)]
     return "\n\n".join(parts) + "\n"
+
+
+def run_count() -> int:
+    """How many runs the studies' tables hold; more with every `make study-...`."""
+    found = set()
+    for table in TABLES.glob("*.csv"):
+        with table.open(newline="", encoding="utf-8") as file:
+            found |= {(table.stem, row["grid"], row["run"]) for row in csv.DictReader(file)}
+    return len(found)
 
 
 def results_of(method: str) -> str:

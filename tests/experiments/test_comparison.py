@@ -119,6 +119,21 @@ def test_a_seed_twice_is_refused(entries: list[Entry]) -> None:
         compare_methods([*entries, entries[0]], "clip")
 
 
+def test_a_run_that_ends_with_no_number_is_refused_instead_of_counting_with_an_earlier_one(
+    make_run: Callable[..., Path], entries: list[Entry]
+) -> None:
+    path = make_run("diverged", [], evals(0.4, 0.9, np.nan), label="TROLL", seed=4)
+    [run] = load_runs([path])
+    with pytest.raises(InvalidInputError, match=r"diverged ends with a success of nan.*leave out"):
+        compare_methods([*entries, Entry("TROLL", "1 updates", run)], "clip")
+
+
+def test_an_evaluation_without_a_number_on_the_way_is_passed_over(make_run: Callable[..., Path]) -> None:
+    [run] = load_runs([make_run("wavering", [], evals(0.4, np.nan, 0.6), label="TROLL")])
+    _, [row] = compare_methods([Entry("TROLL", "", run)], None)
+    assert (row.start, row.final.value, row.over_training.value) == (0.4, 0.6, 0.6)
+
+
 def test_table_json_and_page_show_the_same_verdicts(entries: list[Entry], tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -111,6 +111,22 @@ def test_methods_stand_best_first_and_those_without_a_result_last(make_run: Make
     assert [line.label for line in summarise(load_runs(paths))] == ["high", "middle", "low", "unknown"]
 
 
+def test_a_seed_that_diverged_is_counted_and_the_others_are_not_its_methods_result(make_run: MakeRun) -> None:
+    for seed, final in enumerate((0.9, math.nan, 0.8)):
+        evals = [{"step": step, "success": y} for step, y in enumerate((0.4, 0.9, final))]
+        make_run(f"troll-{seed}", [], evals, seed=seed)
+    steady = [{"step": step, "success": 0.5} for step in (0, 1)]
+    clip = make_run("clip", [], steady, label="clip", finished=False)
+    best, diverged = summarise(load_runs([clip.parent]))
+    assert (best.label, best.remarks) == ("clip", "unfinished")
+    assert (diverged.final, diverged.gain, diverged.remarks) == (None, None, "1 of 3 ended not finite")
+    assert diverged.start is not None
+    assert diverged.start.value == pytest.approx(0.4)
+    out = io.StringIO()
+    print_results(load_runs([clip.parent]), Console(file=out, width=100))
+    assert "TROLL (1 of 3 ended not finite)" in out.getvalue()
+
+
 def test_a_headline_is_found_in_evaluations_of_the_mean_policy(make_run: MakeRun) -> None:
     """Training measures the height of samples, an evaluation that of the mean motion; success stays at 0."""
     evals = [{"step": step, "success_greedy": 0.0, "height_greedy": 1.5 + step / 4} for step in (0, 1)]

@@ -14,9 +14,10 @@ import yaml
 
 from tether.cli import main, read_grid
 from tether.errors import ConfigError
-from tether.experiments import StudyTable
+from tether.experiments import RunFolder, StudyTable
 from tether.llm.compare import compare, finished_runs
 from tether.llm.compare_config import CompareConfig
+from tether.llm.config import TrainConfig
 from tether.llm.grid import cells
 
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
@@ -129,6 +130,32 @@ def test_a_kept_run_from_before_a_setting_existed_had_its_default(
     capfd.readouterr()
     assert run(trained, "--train.optimizer", "sgd") == 1
     assert "optimizer: 'adamw' there, 'sgd' here" in capfd.readouterr().err
+
+
+def finish(train: TrainConfig) -> None:
+    """A run's folder as its training leaves it, in short."""
+    arguments = {"kind": "llm", "label": train.label, "seed": train.seed, "settings": train.settings()}
+    with RunFolder.create(train.output, **arguments) as run:
+        run.log_eval(train.steps, success=0.5)
+        run.mark_finished()
+
+
+def test_without_a_table_finished_runs_are_those_of_the_very_settings_asked_for(tmp_path: Path) -> None:
+    config = CompareConfig(output=tmp_path, methods=("clip",))
+    [cell] = cells(config)
+    finish(cell.train)
+    assert finished_runs(config).unfinished == 0
+    # What a run may go on with at any time.
+    memory = replace(config.train, micro_batch_size=8, share_prefixes=True, keep_checkpoints=1)
+    assert finished_runs(replace(config, train=memory)).unfinished == 0
+    for changes, said in (
+        ({"task": "arithmetic"}, "task: 'chained' there, 'arithmetic' here"),
+        ({"steps": 320}, "steps: 160 there, 320 here"),
+        ({"task_options": {"terms": 3}}, "task_options.terms: 'not set' there, 3 here"),
+    ):
+        other = replace(config, train=replace(config.train, **changes))
+        with pytest.raises(ConfigError, match=rf"clip-seed0 was run.*{said}.*another output folder"):
+            finished_runs(other)
 
 
 def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(

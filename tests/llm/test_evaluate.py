@@ -285,6 +285,8 @@ def test_greedy_or_samples_alone() -> None:
         ({"pass_at": (4,)}, "pass_at=4 needs as many samples, and there are 3"),
         ({"baseline": "embedded"}, "give two models"),
         ({"problems": 0}, "problems must be at least 1"),
+        ({"max_response_tokens": -5}, "max_response_tokens must be at least 1, got -5"),
+        ({"threads": -1}, "threads must be at least 1, got -1"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"task": ("chained", "arithmetic"), "task_options": {"digits": 2}}, "write chained.digits"),
         ({"task_options": {"gsm8k.path": "x"}}, "belongs to none of arithmetic"),

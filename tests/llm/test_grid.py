@@ -112,6 +112,28 @@ def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
         ({"axes": ("steps=8,16",), "batches": 4}, "has the axis steps, which batches=4 decides"),
         ({"axes": ("temperature=1,1",)}, "'temperature=1,1' has a value twice"),
         ({"axes": ("temperature=1,1.0",)}, "has a value twice"),
+        ({"methods": ("troll:steps=8", "clip"), "batches": 4}, "sets steps, which batches=4 decides"),
+        ({"methods": ("clip:save_every=8",), "batches": 4}, "sets save_every, which batches=4 decides"),
+        (
+            {"methods": ("troll:learning_rate=0.1", "clip"), "learning_rates": (0.2,)},
+            "'troll:learning_rate=0.1' sets learning_rate, which an axis of the grid decides",
+        ),
+        (
+            {"methods": ("troll:kl_bound=0.1",), "axes": ("method.kl_bound=0.2",)},
+            r"sets method\.kl_bound, which an axis of the grid decides",
+        ),
+        ({"axes": ("steps=abc",)}, "run troll-stepsabc-seed0: steps takes int, got 'abc'"),
+        ({"methods": ("troll:steps=8.5",)}, "steps takes int, got 8.5"),
+        ({"methods": ("troll:kl_bound=small",)}, "kl_bound takes float, got 'small'"),
+        ({"methods": ("troll:steps=true",)}, "steps takes int, got True"),
+        ({"axes": ("lora_rank=none,high",)}, r"lora_rank takes int \| None, got 'high'"),
+        ({"axes": ("optimizer=adamw,adam",)}, r"optimizer takes Literal\['adamw', 'sgd'\], got 'adam'"),
+        ({"axes": ("report_to=wandb",)}, r"report_to takes tuple\[.*, got 'wandb'"),
+        ({"methods": ("clip:estimator=8",)}, "Unknown estimator '8'"),
+        (
+            {"axes": ("model=a/b,a-b",)},
+            "'TROLL, model=a/b' and 'TROLL, model=a-b' would be in one folder, troll-modela-b-seed0",
+        ),
         ({"updates_per_rollout": (1, 8)}, "Set batches"),
         ({"batches": 3, "evaluations": 2}, "evaluations=2 must divide batches=3"),
         ({"baseline": "none"}, "baseline='none' is none of"),
@@ -122,6 +144,13 @@ def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
 def test_what_cannot_work_is_refused_before_any_run(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         grid(**changes)
+
+
+def test_a_methods_own_settings_are_those_of_its_run() -> None:
+    methods = ("troll:estimator=rloo,steps=8,quantization=none", "clip:learning_rate=1")
+    [troll, clip] = grid(methods=methods)
+    assert (troll.train.estimator.name, troll.train.steps, troll.train.quantization) == ("rloo", 8, "none")
+    assert (clip.train.estimator.name, clip.train.steps, clip.train.learning_rate) == ("grpo", 4, 1)
 
 
 def test_methods_are_parsed_with_types() -> None:

@@ -43,6 +43,11 @@ def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_p
     assert [(row["prompt"], row["reward"], len(row["tokens"])) for row in kept] == [("29+29=", 1.0, 2)]
     assert kept[0]["correct"] is True
 
+    kept.clear()  # the rest of a batch that a checkpoint was written in, whose problems have no names
+    callback._on_tokens(trainer, {name: v for name, v in inputs.items() if name != "rollout_row"}, tokens)
+    callback.on_step_end(None, state, None)
+    assert kept == []
+
 
 def test_the_bars_of_a_token_are_its_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every entry kept they sum to one, and what was projected lies on the bound."""

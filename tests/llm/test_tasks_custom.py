@@ -74,6 +74,16 @@ def test_one_file_gives_three_disjoint_splits_of_all_rows(tmp_path: Path) -> Non
     assert len(task.problems("train")) > 200
 
 
+def test_a_file_that_is_missing_or_empty_is_named_in_whole_sentences(tmp_path: Path) -> None:
+    """The task looks for its fields itself, so there are none to name here."""
+    file = tmp_path / "x.jsonl"
+    with pytest.raises(DataError, match=r"Check the path, or create a JSONL file\.$"):
+        CustomTask(file).problems("train")
+    file.write_text("")
+    with pytest.raises(DataError, match=r"is empty\. Give one JSON object a line\.$"):
+        CustomTask(file).problems("train")
+
+
 @pytest.mark.parametrize("with_validation", [False, True])
 def test_a_folder_keeps_its_test_rows_out_of_the_others(tmp_path: Path, with_validation: bool) -> None:
     write(tmp_path / "train.jsonl", rows(0, 100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import subprocess
@@ -198,6 +199,18 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         train(config(uninterrupted))
 
 
+def test_fewer_steps_than_a_run_has_done_are_refused_and_its_folder_stays(tmp_path):
+    longer, fewer = config(tmp_path), config(tmp_path, steps=4, resume=True)
+    arguments = {"kind": "llm", "label": longer.label, "seed": 0, "settings": longer.settings()}
+    with RunFolder.create(tmp_path, **arguments) as run:
+        (run.checkpoint_folder(8) / "weights").write_text("those of step 8")
+        run.mark_complete(8)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match="a run of 8 steps, and steps=4 asks for fewer"):
+        train(fewer)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("method", ["clip", "none"])
 def test_rivals_are_measured_like_troll(tmp_path, method):
     run = train(config(tmp_path / "run", method=method, steps=4, eval_every=0))
@@ -235,6 +248,11 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, change
         ({"prompts_per_rollout": 3, "responses_per_prompt": 3}, "equal updates"),
         ({"micro_batch_size": 3}, "does not divide"),
         ({"temperature": 0.0}, "temperature must be positive"),
+        ({"learning_rate": math.inf}, "learning_rate must be positive and finite, got inf"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be positive and finite, got -1.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive and finite, got nan"),
+        ({"warmup_steps": -3}, "warmup_steps must be 0 or more, and finite; got -3"),
+        ({"reference_penalty": -3.0}, "reference_penalty must be 0 or more, and finite; got -3.0"),
     ],
 )
 def test_settings_out_of_range_name_themselves(tmp_path, changes, message):

@@ -75,7 +75,7 @@ def complete_checkpoint(root: Path, step: int) -> Checkpoint:
             os.fsync(file.fileno())
     for inner in {path.parent for path in files} | {folder.parent}:
         sync_folder(inner)
-    listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in sorted(files)}
+    listed = {path.relative_to(folder).as_posix(): fingerprint(path) for path in sorted(files)}
     atomic_write_json(folder / COMPLETE, {"step": step, "files": listed})
     return Checkpoint(step, folder)
 
@@ -106,7 +106,7 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != sizes[name]:
             return f"{name} has {path.stat().st_size} bytes instead of {sizes[name]}"
-        if _fingerprint(path) != wanted:
+        if fingerprint(path) != wanted:
             return f"{name} holds other bytes than were written (its SHA-256 differs)"
     return None
 
@@ -131,7 +131,8 @@ def newest_intact_checkpoint(root: Path, damaged: Damaged = "refuse") -> Checkpo
     return None
 
 
-def _fingerprint(path: Path) -> dict[str, int | str]:
+def fingerprint(path: Path) -> dict[str, int | str]:
+    """Size and SHA-256 of a file, which tell whether it is the one that was there."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -110,7 +110,8 @@ def compare_methods(entries: Sequence[Entry], baseline: str | None) -> tuple[str
         baseline: the method others are tested against; None for no tests.
 
     Raises:
-        InvalidInputError: no runs, runs without a common evaluation, or a seed twice.
+        InvalidInputError: no runs, runs without a common evaluation, one whose last evaluation is not
+            finite, or a seed twice.
     """
     metric = headline_metric([entry.run for entry in entries])
     if metric is None:
@@ -165,10 +166,12 @@ def _finals(group: list[Entry], metric: str) -> list[float]:
 def _evaluations(run: RunData, metric: str) -> list[float]:
     curve = run.eval_curve(metric) or run.curve(metric)
     assert curve is not None  # a headline metric is one that every run has
-    values = [float(value) for value in curve.y if np.isfinite(value)]
-    if not values:
-        raise InvalidInputError(f"{run.path} has no finite {metric}; leave the run out.")
-    return values
+    if not np.isfinite(curve.y[-1]):
+        raise InvalidInputError(
+            f"{run.path} ends with a {metric} of {curve.y[-1]:g}, and a run counts by its last evaluation. "
+            "Find out why it diverged, or leave out its method or its seed."
+        )
+    return [float(value) for value in curve.y if np.isfinite(value)]
 
 
 def _interval(values: Sequence[float], statistic: Any) -> Interval:

@@ -36,14 +36,23 @@ def check_target(path: Path, resume: bool) -> bool:
             f"{path} already holds {state} ({old.label}, seed {old.seed}, started {old.started}). "
             "Pass resume=True (--resume) to go on with it, choose another output folder, or delete it."
         )
+    check_empty(path, "run")
+    return False
+
+
+def check_empty(path: Path, meant: str) -> None:
+    """Refuse a folder with other things in it than a lock and writes that were cut off.
+
+    Raises:
+        CheckpointError: naming some of them, and what was meant to be there.
+    """
     own = (FolderLock.NAME, TEMPORARY_PREFIX)
     others = [item.name for item in path.iterdir() if not item.name.startswith(own)] if path.exists() else []
     if others:
         raise CheckpointError(
-            f"{path} is not empty and not a run: it holds {', '.join(sorted(others)[:3])}. "
+            f"{path} is not empty and holds no {meant}: it holds {', '.join(sorted(others)[:3])}. "
             "Choose another output folder; nothing was touched."
         )
-    return False
 
 
 def resumed_config(

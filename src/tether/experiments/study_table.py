@@ -330,7 +330,9 @@ def _lines(run: RunData) -> list[Record]:
     for prefix, records in ((EVAL, run.evals), (TRAIN, run.metrics)):
         for record in records:
             line = lines.setdefault(int(record["step"]), {"step": int(record["step"])})
-            line |= {prefix + name: value for name, value in record.items() if name != "step"}
+            # A truth is written as the number it counts as, which is what is read back.
+            numbers = {name: int(v) if isinstance(v, bool) else v for name, v in record.items()}
+            line |= {prefix + name: value for name, value in numbers.items() if name != "step"}
     return [lines[step] for step in sorted(lines)]
 
 

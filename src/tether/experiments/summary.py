@@ -36,7 +36,7 @@ class MethodSummary:
     """At the first evaluation. Over seeds; of a single run over its problems; without width where neither
     is known."""
     final: Interval | None
-    """At the last evaluation."""
+    """At the last evaluation; None where a run's is not finite, for the others' mean would hide that."""
     gain: Interval | None
     """Final less start of each run."""
     over: str
@@ -53,6 +53,14 @@ class MethodSummary:
     """Mean training time of a run."""
     finished: bool
     """Whether every run came to its end."""
+    diverged: int = 0
+    """Runs whose last evaluation is not finite."""
+
+    @property
+    def remarks(self) -> str:
+        """What has to be known of the runs beside their numbers; empty if there is nothing."""
+        diverged = f"{self.diverged} of {len(self.seeds)} ended not finite" if self.diverged else ""
+        return ", ".join(filter(None, ("" if self.finished else "unfinished", diverged)))
 
     @property
     def is_fraction(self) -> bool:
@@ -103,7 +111,7 @@ def results_table(summaries: Sequence[MethodSummary]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(
-            Text(summary.label + ("" if summary.finished else " (unfinished)")),
+            Text(summary.label + (f" ({summary.remarks})" if summary.remarks else "")),
             str(len(summary.seeds)),
             # The interval below its value: the table then fits a terminal of 80 columns.
             format_interval(summary.start, summary.is_fraction).replace(" (", "\n("),
@@ -170,13 +178,10 @@ def format_gain(interval: Interval | None, fraction: bool) -> str:
 
 
 def _summary(label: str, runs: Sequence[RunData], metric: str) -> MethodSummary:
-    curves = [
-        curve for curve in (run.eval_curve(metric) or run.curve(metric) for run in runs) if curve is not None
-    ]
-    ends = [(curve.y[np.isfinite(curve.y)]) for curve in curves]
-    ends = [values for values in ends if values.size]
+    found = (run.eval_curve(metric) or run.curve(metric) for run in runs)
+    ends = [curve.y for curve in found if curve is not None]
     problems = _problems(runs[0]) if len(runs) == 1 and metric.startswith("success") else None
-    gains = [values[-1] - values[0] for values in ends if values.size > 1]
+    gains = [float(values[-1]) - float(values[0]) for values in ends if values.size > 1]
     over = "seeds" if len(ends) > 1 else "problems" if problems else "nothing"
     return MethodSummary(
         label=label,
@@ -193,11 +198,12 @@ def _summary(label: str, runs: Sequence[RunData], metric: str) -> MethodSummary:
         step_seconds=_step_seconds(runs),
         run_seconds=float(np.mean([run.seconds for run in runs])),
         finished=all(run.finished for run in runs),
+        diverged=sum(not math.isfinite(values[-1]) for values in ends),
     )
 
 
 def _estimate(values: Sequence[float], problems: int | None) -> Interval | None:
-    if not values:
+    if not values or not np.isfinite(values).all():
         return None
     if len(values) > 1:
         return bootstrap_interval(values)

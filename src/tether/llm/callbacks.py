@@ -190,6 +190,8 @@ class SamplesCallback(TrainerCallback):
         step = trainer.state.global_step + 1
         if step % self._every or len(self._rows) >= _SAMPLED_RESPONSES:
             return
+        if "rollout_row" not in inputs:  # resumed inside this batch, whose problems no checkpoint names
+            return
         counted = inputs["completion_mask"].any(-1).nonzero().flatten().tolist()  # not cut off and masked
         for row in counted[: _SAMPLED_RESPONSES - len(self._rows)]:
             self._rows.append(self._describe(trainer, inputs, tokens, row))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tether.experiments.run_start import is_finished
 from tether.experiments.settings_file import write_settings
 from tether.experiments.study_table import StudyTable
 from tether.llm.compare_config import CompareConfig
-from tether.llm.config import TrainConfig
+from tether.llm.config import MAY_CHANGE, TrainConfig
 from tether.llm.grid import Cell, cells
 from tether.llm.run_kind import LLM_RUNS
 
@@ -29,6 +29,9 @@ KINDS = {LLM_RUNS.name: LLM_RUNS}
 _COST_OF_A_START = 2.0
 _COST_OF_A_RESPONSE = 0.0015
 _COST_OF_A_STEP = 0.015
+
+# What does not tell a finished run from one that is asked for.
+_IGNORED = frozenset({"device", "save_every", "keep_checkpoints", "name"})
 
 # Importing these takes as long as many a run of the embedded model.
 _IMPORTED_BY_A_RUN = ("tether.llm.train", "tether.integrations.trl", "trl.trainer.grpo_trainer")
@@ -51,7 +54,8 @@ def compare(config: CompareConfig) -> Comparison:
     with `results` also on another machine or after the runs were deleted.
 
     Raises:
-        ConfigError: a cell whose settings do not go together, before anything runs.
+        ConfigError: a cell whose settings do not go together, or a finished run of other settings, before
+            anything runs.
         RunFailedError: runs that ended before they were finished; all others are kept.
     """
     comparison = finished_runs(config)
@@ -136,31 +140,35 @@ def _read(folders: Iterable[Path]) -> list[RunData]:
 
 def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
     """The finished runs of the grid by name, all of these very settings."""
+    ignored = _IGNORED
     if config.results is None:
         finished = _read(cell.train.output for cell in grid if is_finished(cell.train.output))
-        return {run.path.name: run for run in finished}
-    table = StudyTable(config.results, KINDS).runs(grid_name(config))
-    runs = {name: run for name, run in table.items() if run.finished}
+        remedy = "another output folder, or delete that run"
+        # A run that was killed may go on with these; a finished one of other steps is another run.
+        ignored |= set(MAY_CHANGE) - {"steps"}
+    else:
+        table = StudyTable(config.results, KINDS).runs(grid_name(config))
+        finished = [run for run in table.values() if run.finished]
+        remedy = "another table (results) or another output folder, or delete the rows of that run"
+    runs = {run.path.name: run for run in finished}
     for cell in grid:
         run = runs.get(cell.name)
-        changed = _changed(run.config.settings, cell.train) if run is not None else ""
+        changed = _changed(run.config.settings, cell.train, ignored) if run is not None else ""
         if run is not None and changed:
             raise ConfigError(
-                f"{run.path} was run with other settings ({changed}). Give the comparison another table "
-                "(results) or another output folder, or delete the rows of that run."
+                f"{run.path} was run with other settings ({changed}). Give the comparison {remedy}."
             )
     return runs
 
 
-def _changed(kept: dict[str, object], train: TrainConfig) -> str:
+def _changed(kept: dict[str, object], train: TrainConfig, ignored: Collection[str]) -> str:
     """The settings that differ. One that a kept run does not know came later; such a run had its default."""
     asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
     asked, kept = flatten_settings(asked), flatten_settings({**defaults, **kept})
-    ignored = {"device", "save_every", "keep_checkpoints", "name"}
     return "; ".join(
-        f"{name}: {value!r} there, {asked.get(name, 'no such setting')!r} here"
-        for name, value in kept.items()
-        if name not in ignored and (name not in asked or asked[name] != value)
+        f"{name}: {kept.get(name, 'not set')!r} there, {asked.get(name, 'no such setting')!r} here"
+        for name in {**kept, **asked}
+        if name not in ignored and (name not in asked or name not in kept or asked[name] != kept[name])
     )
 
 

@@ -21,10 +21,11 @@ class CompareConfig:
     """
 
     output: Path = Path("runs/compare")
-    """Folder for the runs and the report."""
+    """Folder for the runs and the report; finished runs there must have the settings asked for."""
     methods: tuple[str, ...] = ("troll", "clip")
     """Which methods, by name or with settings of their own as in troll:kl_bound=0.2,alpha=5 or
-    dppo:divergence=top-k-kl (options of the method, or any setting of a training run)."""
+    dppo:divergence=top-k-kl (options of the method, or any setting of a training run that neither an axis
+    nor batches decides)."""
     estimators: tuple[str, ...] = ()
     """Which estimators, by name; by default that of train."""
     updates_per_rollout: tuple[int, ...] = ()

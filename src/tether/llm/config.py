@@ -24,6 +24,12 @@ _NOT_OF_THE_RUN = (
     "vllm_port",
 )  # fmt: skip
 
+#: Settings of a run that may be different when it is continued: how much, and what memory takes.
+MAY_CHANGE = (
+    "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
+    "vllm_server", "share_prefixes",
+)  # fmt: skip
+
 #: Settings that are one of several things, each with options of its own.
 CHOICES: dict[str, Callable[[str], Any]] = {"method": find_method, "estimator": find_estimator}
 
@@ -83,7 +89,7 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate rises."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
+    """Gradients are clipped to this norm; one such as 1e9 clips none."""
     reference_penalty: float = 0.0
     """Weight of the KL penalty towards the starting model (TRL's beta); needs LoRA or a model on disk."""
     temperature: float = 1.0
@@ -184,16 +190,23 @@ class TrainConfig:
                 f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}: "
                 "advantages compare the responses to one prompt."
             )
-        if not self.temperature > 0 or not math.isfinite(self.temperature):
-            raise ConfigError(f"temperature must be positive, got {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+        self._check_numbers()
         self._check_method()
         self._check_batches()
         self._check_hardware()
         check_async(self)
+
+    def _check_numbers(self) -> None:
+        for name in ("temperature", "learning_rate", "max_grad_norm"):
+            value = getattr(self, name)
+            if not value > 0 or not math.isfinite(value):
+                raise ConfigError(f"{name} must be positive and finite, got {value}.")
+        for name in ("warmup_steps", "reference_penalty"):
+            value = getattr(self, name)
+            if not value >= 0 or not math.isfinite(value):
+                raise ConfigError(f"{name} must be 0 or more, and finite; got {value}.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
 
     def _check_method(self) -> None:
         if isinstance(self.method, LossMethod) and self.estimator.name == "gspo":

@@ -65,8 +65,9 @@ class EvalConfig:
         """Refuse what cannot work."""
         if not isinstance(self.task, tuple) or not self.task or len(set(self.task)) < len(self.task):
             raise ConfigError(f"task takes one or several different names, as ('gsm8k',); got {self.task!r}.")
-        for name in ("problems", "batch_size", "page_problems"):
+        for name in ("problems", "batch_size", "page_problems", "max_response_tokens"):
             check_at_least_one(name, getattr(self, name))
+        check_at_least_one("threads", self.threads or None)  # 0 is one a core, too
         if self.samples < 0 or not (self.samples or self.greedy):
             raise ConfigError(
                 f"samples={self.samples} with greedy={self.greedy} measures nothing: give at least 1 sample."

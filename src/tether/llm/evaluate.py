@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.errors import CheckpointError, ConfigError
-from tether.experiments.files import atomic_write_json, dump_json, load_json
+from tether.experiments.files import FolderLock, atomic_write_json, dump_json, load_json
+from tether.experiments.run_start import check_empty
 from tether.llm.answers import LoadedModel, Row, collect_answers
 from tether.llm.eval_config import PAGE_FILE, EvalConfig
 from tether.llm.evaluation_page import write_page
 from tether.llm.generate import answer_and_judge
 from tether.llm.measures import TaskResult, difference, summarise_problems
+from tether.llm.models import model_fingerprint
 from tether.llm.process import prepare_process
 from tether.llm.tasks import Problem, Task, make_task
 from tether.llm.tasks.training import closing
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG_FILE, RESULTS_FILE = "config.json", "results.json"
+_FINGERPRINTS = "fingerprints"  # of the models, by side, beside the settings
 
 
 @dataclass(frozen=True)
@@ -92,20 +95,25 @@ def evaluate(config: EvalConfig) -> list[TaskResult]:
     with the same outcome, and ``results.json`` and ``report.html`` are written at the end.
 
     Raises:
-        CheckpointError: the output folder holds another measurement.
+        CheckpointError: the output folder holds another measurement, or one of a model whose files have
+            changed since; another process measures into it.
         ConfigError, DataError: a model, task or data that cannot be had.
     """
     prepare_process(config.threads)
-    if config.output is not None:
-        _claim(config.output, config)
+    if config.output is None:
+        return _measure(config)
+    with _claimed(config.output, config):
+        results = _measure(config)
+        _write_results(config, results, config.output)
+    return results
+
+
+def _measure(config: EvalConfig) -> list[TaskResult]:
     rows: dict[str, dict[str, list[Row]]] = {name: {} for name in config.task}
     for side, model in config.models.items():
         for name, answered in _answer_all(config, side, model).items():
             rows[name][side] = answered
-    results = [_result(config, name, rows[name]) for name in config.task]
-    if config.output is not None:
-        _write_results(config, results, config.output)
-    return results
+    return [_result(config, name, rows[name]) for name in config.task]
 
 
 def _answer_all(config: EvalConfig, side: str, model: str) -> dict[str, list[Row]]:
@@ -154,27 +162,46 @@ def _load(config: EvalConfig, model: str) -> LoadedModel:
     return LoadedModel(*load_model_and_tokenizer(model, dtype=config.dtype, device=device or "cpu"))
 
 
-def _claim(folder: Path, config: EvalConfig) -> None:
-    """Begin a measurement in a folder, or go on with the same one."""
+@contextmanager
+def _claimed(folder: Path, config: EvalConfig) -> Iterator[None]:
+    """A folder to begin a measurement in, or to go on with the same one, into which nobody else writes."""
     file = folder / CONFIG_FILE
-    settings = load_json(dump_json(config.settings()))
-    if file.exists():
-        old = load_json(file.read_bytes())
-        changed = sorted(name for name in old.keys() | settings.keys() if old.get(name) != settings.get(name))
-        if changed:
-            listed = "; ".join(
-                f"{name}: {old.get(name)!r} then, {settings.get(name)!r} now" for name in changed
-            )
+    if not file.exists():
+        check_empty(folder, "measurement")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder):
+        old = load_json(file.read_bytes()) if file.exists() else None
+        settings = load_json(dump_json(config.settings()))
+        prints = {side: model_fingerprint(model) for side, model in config.models.items()}
+        if old is not None:
+            known = old.pop(_FINGERPRINTS, {})  # earlier versions wrote down none
+            _refuse_other_settings(folder, old, settings)
+            prints = _same_models(folder, config, known, prints)
+        atomic_write_json(file, {**settings, _FINGERPRINTS: prints})
+        yield
+
+
+def _refuse_other_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    if changed:
+        listed = "; ".join(f"{name}: {old.get(name)!r} then, {new.get(name)!r} now" for name in changed)
+        raise CheckpointError(
+            f"{folder} holds another measurement ({listed}). Use the same settings to go on with it, or "
+            "another output folder."
+        )
+
+
+def _same_models(
+    folder: Path, config: EvalConfig, old: Mapping[str, str | None], new: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The fingerprint of each side as it was first known."""
+    for side, model in config.models.items():
+        if new[side] is not None and old.get(side) not in (None, new[side]):
             raise CheckpointError(
-                f"{folder} holds another measurement ({listed}). Use the same settings to go on with it, or "
+                f"{folder} holds answers of another {side}: the files of {model} have changed since. Choose "
                 "another output folder."
             )
-    elif folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(
-            f"{folder} is not empty and holds no measurement. Choose another output folder; nothing was "
-            "touched."
-        )
-    atomic_write_json(file, settings)
+    return {side: old.get(side) or found for side, found in new.items()}
 
 
 def _result(config: EvalConfig, name: str, rows: dict[str, list[Row]]) -> TaskResult:

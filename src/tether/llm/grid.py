@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tether.errors import ConfigError, InvalidInputError, did_you_mean
-from tether.llm.choices import option_names
+from tether.llm.choices import Choice, option_names
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
-from tether.llm.estimators import find_estimator
+from tether.llm.estimators import Estimator, find_estimator
 from tether.llm.methods import find_method, method_names
+from tether.llm.setting_types import of_its_type, types_of
 
 Value = int | float | bool | str | None
 
@@ -75,12 +76,22 @@ def cells(config: CompareConfig) -> list[Cell]:
         ['troll-lr0.0001-seed0', 'troll-alpha5-lr0.0001-seed0']
     """
     methods = {method: parse_method(method) for method in config.methods}
-    return [
+    made = [
         _cell(config, method, methods[method], point, seed)
         for seed in config.seeds
         for point in _points(config)
         for method in config.methods
     ]
+    by_name: dict[str, Cell] = {}
+    for cell in made:
+        other = by_name.setdefault(cell.name, cell)
+        if other is not cell:
+            raise ConfigError(
+                f"The runs {other.train.label!r} and {cell.train.label!r} would be in one folder, "
+                f"{cell.name}, since '/', ':' and ',' of a setting are '-' there. Compare them in two output "
+                "folders."
+            )
+    return made
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Value]]:
@@ -168,47 +179,82 @@ def _cell(
     point: tuple[tuple[str, Value], ...],
     seed: int,
 ) -> Cell:
-    name, settings = parsed
-    changes: dict[str, Any] = {key: value for key, value in point if "." not in key}
-    settings = {**{key: value for key, value in point if "." in key}, **settings}
-    base, kind = config.train.method, find_method(name)
-    options = base.options() if base.name == name else {}
-    estimator = config.train.estimator
-    if changes.get("estimator", estimator.name) != estimator.name:
-        estimator = find_estimator(changes["estimator"])()
-    own, more = option_names(kind), option_names(type(estimator))
-    of_estimator: dict[str, Any] = {}
-    for key, value in settings.items():
-        where, _, option = key.rpartition(".")
-        if where in ("", "method") and option in own:  # before the fields: TRM's kl_bound is not TROLL's
-            options[option] = value
-        elif key in _FIELDS:
-            changes[key] = value
-        elif where in ("", "estimator") and option in more:
-            of_estimator[option] = value
-        else:
-            raise ConfigError(
-                f"The method {method!r} sets {key!r}, which is no setting of a training run or option of "
-                f"{name} ({', '.join(own)}).{did_you_mean(key, [*_FIELDS, *own])}"
-            )
     folder = "-".join([_slug(method), *(_axis_slug(*place) for place in point), f"seed{seed}"])
     folder = folder.replace("/", "-")  # of a model's name: one folder, whose own name tells runs apart
-    changes |= _lengths(config, changes)
-    changes |= {
-        "estimator": replace(estimator, **of_estimator),
-        "output": config.output / folder,
-        "seed": seed,
-        "resume": True,
-    }
+    kind, estimator = find_method(parsed[0]), _estimator(config, parsed[1], point)
+    placed = _placed(config, method, parsed, point, type(estimator))
+    base = config.train.method
+    options = base.options() if base.name == parsed[0] else {}
     try:
-        train = replace(config.train, method=kind(**options), **changes)
+        changes = _of_their_types(placed, "", TrainConfig)
+        train = replace(
+            config.train,
+            **changes | _lengths(config, changes),
+            method=kind(**options | _of_their_types(placed, "method.", kind)),
+            estimator=replace(estimator, **_of_their_types(placed, "estimator.", type(estimator))),
+            output=config.output / folder, seed=seed, resume=True,
+        )  # fmt: skip
     except (ConfigError, InvalidInputError) as error:
         raise ConfigError(f"The run {folder}: {error}") from error
     cell = Cell(method, point, train)
-    if point or settings:  # otherwise the method's own label is clear
+    if point or parsed[1]:  # otherwise the method's own label is clear
         label = ", ".join(filter(None, (cell.method_label, cell.point_label)))
         cell = replace(cell, train=replace(train, name=label))
     return cell
+
+
+def _estimator(
+    config: CompareConfig, settings: dict[str, Value], point: tuple[tuple[str, Value], ...]
+) -> Estimator:
+    """Whose options the rest may set: the estimator of the point, of the method or of all."""
+    own = config.train.estimator
+    name = {"estimator": own.name, **dict(point), **settings}["estimator"]
+    return own if name == own.name else find_estimator(str(name))()
+
+
+def _placed(
+    config: CompareConfig,
+    method: str,
+    parsed: tuple[str, dict[str, Value]],
+    point: tuple[tuple[str, Value], ...],
+    estimator: type[Choice],
+) -> dict[str, Value]:
+    """What the point and the method set, by where it goes: a field, ``method.option``, ``estimator.option``.
+
+    Raises:
+        ConfigError: a setting that there is not, or that the grid itself decides.
+    """
+    name, settings = parsed
+    own, more = option_names(find_method(name)), option_names(estimator)
+
+    def place(key: str) -> str:
+        where, _, option = key.rpartition(".")
+        if where in ("", "method") and option in own:  # before the fields: TRM's kl_bound is not TROLL's
+            return f"method.{option}"
+        if key in _FIELDS:
+            return key
+        if where in ("", "estimator") and option in more:
+            return f"estimator.{option}"
+        raise ConfigError(
+            f"The method {method!r} sets {key!r}, which is no setting of a training run or option of "
+            f"{name} ({', '.join(own)}).{did_you_mean(key, [*_FIELDS, *own])}"
+        )
+
+    varied = {place(key) if "." in key else key: value for key, value in point}
+    fixed = {place(key): value for key, value in settings.items()}
+    decided = dict.fromkeys(varied, "an axis of the grid")
+    if config.batches is not None:
+        decided |= dict.fromkeys(_OF_BATCHES, f"batches={config.batches}")
+    for key in fixed.keys() & decided.keys():
+        raise ConfigError(f"The method {method!r} sets {key}, which {decided[key]} decides. Leave one out.")
+    return {key: value for key, value in (varied | fixed).items() if key != "estimator"}
+
+
+def _of_their_types(placed: dict[str, Value], prefix: str, kind: type) -> dict[str, Any]:
+    """The settings that go to one place, by their names there."""
+    found = {key.removeprefix(prefix): value for key, value in placed.items() if key.startswith(prefix)}
+    types = types_of(kind)
+    return {key: of_its_type(key, value, types[key]) for key, value in found.items() if "." not in key}
 
 
 def _lengths(config: CompareConfig, changes: dict[str, Any]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import re
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, warn
+from tether.experiments.checkpoints import fingerprint
+from tether.experiments.files import dump_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +52,25 @@ def embedded_model_path(name: str = "embedded") -> Path:
             "recipes/embedded_model.py."
         )
     return path
+
+
+def model_fingerprint(name_or_path: str | Path) -> str | None:
+    """What tells a model's files from others at the same place; None where there is no such folder here.
+
+    It is made of the names, sizes and SHA-256 of all files in the folder but hidden ones and model cards, so
+    a copy has it too.
+
+    >>> model_fingerprint("embedded") == model_fingerprint(embedded_model_path())
+    True
+    """
+    name = str(name_or_path)
+    folder = embedded_model_path(name) if name in EMBEDDED else Path(name).expanduser()
+    if not folder.is_dir():
+        return None
+    files = [path for path in folder.iterdir() if path.is_file()]
+    counted = [path for path in files if not path.name.startswith(".") and path.suffix != ".md"]
+    listed = {path.name: fingerprint(path) for path in sorted(counted)}
+    return hashlib.sha256(dump_json(listed).encode()).hexdigest()
 
 
 def load_model_and_tokenizer(

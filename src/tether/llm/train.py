@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tether.errors import CheckpointError
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.experiments.trackers import check_trackers
 from tether.llm.async_training import make_async_trainer, server_at_hand
-from tether.llm.config import TrainConfig
+from tether.llm.config import MAY_CHANGE, TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.rollouts import able_to_generate, check_vllm
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
     from tether.llm.evaluate import Evaluation
     from tether.llm.failures import Activity
-
-# Settings of a run that may be different when it is continued: how much, and what memory takes.
-_MAY_CHANGE = (
-    "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
-    "vllm_server", "share_prefixes",
-)  # fmt: skip
 
 
 def train(config: TrainConfig) -> RunFolder:
@@ -58,6 +53,7 @@ def train(config: TrainConfig) -> RunFolder:
 
     prepare_process(config.threads)
     seed_everything(config.seed)
+    _refuse_fewer_steps(config)
     task = make_task(config.task, **config.task_options)
     with closing(task):
         problems = task.problems(config.eval_split, config.eval_problems, 0)
@@ -93,8 +89,23 @@ def _device(config: TrainConfig) -> torch.device:
 def _looks_at_rewards(config: TrainConfig) -> bool:
     """Whether this process is to look at rewards: once a run, and not with a model too large for one process
     (the evaluation before the first step shows them too)."""
-    resumed = config.resume and (config.output / CONFIG_FILE).is_file()
-    return is_main_process() and not resumed and sharding() != "everything"
+    return is_main_process() and not _goes_on(config) and sharding() != "everything"
+
+
+def _goes_on(config: TrainConfig) -> bool:
+    """Whether there is a run to continue."""
+    return config.resume and (config.output / CONFIG_FILE).is_file()
+
+
+def _refuse_fewer_steps(config: TrainConfig) -> None:
+    """A run that is past the steps asked for would be called one of so many, with the model of more."""
+    checkpoints = RunFolder.open(config.output).checkpoints() if _goes_on(config) else []
+    if checkpoints and checkpoints[-1].step > config.steps:
+        raise CheckpointError(
+            f"{config.output} holds a run of {checkpoints[-1].step} steps, and steps={config.steps} asks for "
+            "fewer; what it has learned since cannot be taken back. Set steps to that many or more, or train "
+            "in another output folder."
+        )
 
 
 @contextmanager
@@ -110,7 +121,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         seed=config.seed,
         settings=config.settings(),
         resume=config.resume,
-        may_change=_MAY_CHANGE,
+        may_change=MAY_CHANGE,
         current_settings=LLM_RUNS.current_settings,
         trackers=("tensorboard", *config.report_to),
     ) as run:

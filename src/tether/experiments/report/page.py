@@ -167,7 +167,7 @@ def _summary_row(summary: MethodSummary) -> dict[str, Any]:
     fraction = summary.is_fraction
     return {
         "label": summary.label,
-        "finished": summary.finished,
+        "remarks": summary.remarks,
         "seeds": _seeds(summary.seeds),
         "start": format_interval(summary.start, fraction),
         "final": format_interval(summary.final, fraction),

@@ -129,9 +129,7 @@ def read_jsonl(
     {'question': '1+1?', 'answer': '2'}
     """
     if not path.is_file():
-        raise DataError(
-            f"There is no file {path}. Check the path, or create a JSONL file with {_named(fields)}."
-        )
+        raise DataError(f"There is no file {path}. Check the path, or create a JSONL file{_with(fields)}.")
     # Not str.splitlines, which would also cut rows at line ends that JSON allows inside a text.
     lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     rows = sound_rows(
@@ -144,7 +142,7 @@ def read_jsonl(
     if not rows:
         none = "no sound row" if lines else "is empty"
         raise DataError(
-            f"{path} {'holds ' if lines else ''}{none}. Give one JSON object a line with {_named(fields)}."
+            f"{path} {'holds ' if lines else ''}{none}. Give one JSON object a line{_with(fields)}."
         )
     return rows
 
@@ -252,6 +250,11 @@ def check_fields(row: dict[str, Any], where: str, fields: Sequence[str]) -> None
                 f"{where}: no text in field {name!r} (the row has: {', '.join(map(str, row)) or 'nothing'}). "
                 f"Every row needs {_named(fields)}; fix or remove the row."
             )
+
+
+def _with(fields: Sequence[str]) -> str:
+    """What a row has; nothing where the task itself looks for its fields."""
+    return f" with {_named(fields)}" if fields else ""
 
 
 def _named(fields: Iterable[str]) -> str:
