@@ -72,8 +72,9 @@ def test_stale_tokens_are_weighed_by_the_policy_of_now(
             mask = inputs["completion_mask"] > 0
             sampled = inputs["sampling_per_token_logps"]
             expected = (inputs["old_per_token_logps"] - sampled).double().exp().clamp_max(weight)
+            rounding = 32 * torch.finfo(torch.float32).eps  # of exponents up to some tens
             torch.testing.assert_close(
-                inputs["importance_sampling_ratio"][mask].double(), expected[mask], rtol=1e-5, atol=0
+                inputs["importance_sampling_ratio"][mask].double(), expected[mask], rtol=rounding, atol=0
             )
             stale += int((expected[mask] - 1).abs().max() > 0.1)
         assert stale >= 2
