@@ -138,7 +138,8 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Type of the weights."""
     mixed_precision: bool = False
-    """Compute in bfloat16 while the weights keep their type; on an accelerator implied by other types."""
+    """Compute in bfloat16 while the weights keep their type; on an accelerator implied by other types. A
+    processor that is slower in bfloat16 computes in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     pack_sequences: bool = False

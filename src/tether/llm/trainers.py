@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError
 from tether.llm.config import TrainConfig
+from tether.llm.precision import computes_in_bfloat16
 from tether.llm.process import process_count
 from tether.llm.rollouts import colocated_engine, vllm_settings
 from tether.llm.tasks import Task, reward_function, to_dataset
@@ -86,7 +87,7 @@ def training_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str
         "output_dir": str(folder),
         "use_cpu": cpu,
         "ddp_backend": "gloo" if cpu and process_count() > 1 else None,
-        "bf16": config.mixed_precision or (not cpu and config.dtype != "float32"),
+        "bf16": computes_in_bfloat16(config, on_cpu=cpu),
         "seed": config.seed,
         "max_steps": config.steps,
         "per_device_train_batch_size": _responses_per_process(config),
