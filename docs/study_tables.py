@@ -60,7 +60,7 @@ STUDIES = {
     "j-8-second-lag-01": "(j) The second family, data at most an update old, searched settings",
     "j-8-others-lag-64": "(j) The other methods, data 64 updates old, searched settings, learning rate 1e-4",
     "j-8-second-others-64": "(j) The same on the second family",
-    "j-8-sequence-lag-64": "(j) GSPO's ratio with other trust regions, data 64 updates old, learning rate 1e-4",
+    "j-8-sequence-lag-64": "(j) GSPO's ratio with other trust regions, data 64 updates old",
     "j-8-second-sequence-64": "(j) The same on the second family",
     "j-9-engine": "(j) Data 16 updates old from a sampler in bfloat16, whole and truncated",
     "k-rates": "(k) SmolLM2-135M-Instruct on word problems: learning rates, validation problems",

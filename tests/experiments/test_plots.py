@@ -19,6 +19,7 @@ from tether.experiments.plots import (
     Theme,
     band_of,
     curves_figure,
+    keep_layout,
     palette,
     png_bytes,
     save_figure,
@@ -243,3 +244,14 @@ def test_pictures_are_repeatable_sharp_and_in_the_themes_colours(tmp_path: Path)
     path = save_figure(curves_figure(panel), tmp_path / "a.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_a_layout_that_is_kept_gives_the_same_pictures() -> None:
+    panels = [Panel(f"metric {number}", {"TROLL": TWO, "clip": [Curve(X, 1e4 * X)]}) for number in range(3)]
+    themes: tuple[Theme, Theme] = ("light", "dark")
+    apart = [png_bytes(small_multiples(panels, theme), theme) for theme in themes]
+    light, dark = (small_multiples(panels, theme) for theme in themes)
+    together = [png_bytes(light)]
+    keep_layout(light, [dark])
+    assert [*together, png_bytes(dark, "dark")] == apart
+    assert png_bytes(light) == apart[0]

@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from scripts import REPOSITORY, load_script
 from tether.cli import _parse
+from tether.llm import precision
 from tether.llm.config import TrainConfig
 from tether.llm.grid import cells
 from tether.llm.tasks import make_task
@@ -33,9 +34,13 @@ def test_a_training_recipe_parses_and_its_task_takes_its_options(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_trl_takes_the_settings_of_a_recipe(path: Path, tmp_path: Path) -> None:
+def test_trl_takes_the_settings_of_a_recipe(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With rollouts by transformers and on the CPU, for this machine has nothing else."""
     from tether.integrations.trl import TROLLConfig
+
+    monkeypatch.setattr(precision, "bfloat16_pays", lambda: True)  # whatever this processor can
 
     more = ["--rollouts", "transformers", "--device", "cpu"]
     settings = _parse(TrainConfig, "tether llm train", ["--config", str(path), *more])

@@ -84,11 +84,12 @@ def watch(event, details):
 sys.addaudithook(watch)
 for name in sorted(set(DATASETS) - {"composite"}):
     dataset = reasoning_gym.create_dataset(name, seed=11, size=1)
+    entry = dataset[0]
     compiled.clear()
     for form in ("{}", "[{}]", "{} + 1", "'{}'", "{{'{}': 1}}", "1 {} 2", '["{}"]', '{{"{}": 1}}'):
         answer = form.format("marker")
         try:
-            dataset.score_answer(answer, dict(dataset[0]))
+            dataset.score_answer(answer, dict(entry))
         except Exception:
             pass
     if compiled:

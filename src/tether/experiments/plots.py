@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,15 @@ def png_bytes(figure: Figure, theme: Theme = "light") -> bytes:
     # 256 colours are enough for lines on a plain ground, at a third of the size.
     pixels.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
     return buffer.getvalue()
+
+
+def keep_layout(drawn: Figure, others: Iterable[Figure] = ()) -> None:
+    """Leave the axes of a figure that was drawn in their places, and put those of its like there."""
+    for figure in others:
+        figure.set_layout_engine("none")
+        for axes, placed in zip(figure.axes, drawn.axes, strict=True):
+            axes.set_position(placed.get_position())
+    drawn.set_layout_engine("none")
 
 
 def svg_text(figure: Figure, theme: Theme = "light") -> str:

@@ -15,6 +15,7 @@ from tether.experiments.plots import (
     Panel,
     Theme,
     curves_figure,
+    keep_layout,
     png_bytes,
     small_multiples,
     stacked_bars,
@@ -226,5 +227,10 @@ def _csv(rows: Sequence[Sequence[object]]) -> str:
 
 
 def _picture(name: str, title: str, caption: str, figures: Mapping[Theme, Figure], data: str) -> Picture:
-    png = {theme: png_bytes(figure, theme) for theme, figure in figures.items()}
+    first, *others = figures.values()
+    png = {}
+    for theme, figure in figures.items():
+        png[theme] = png_bytes(figure, theme)
+        if figure is first:
+            keep_layout(first, others)  # which takes as long as drawing
     return Picture(name, title, caption, png, svg_text(figures["light"]), data)
