@@ -19,7 +19,8 @@ from benchmarks.bench.timing import Times, accelerator_clock, processor_clock
 from transformers import PrinterCallback, TrainerCallback
 
 from tether.experiments import seed_everything
-from tether.llm.config import TrainConfig, TrustRegion
+from tether.llm.config import TrainConfig
+from tether.llm.methods import find_method
 from tether.llm.models import load_model_and_tokenizer
 
 NAMES = ("clip", "clip measured by Tether", "TROLL", "clip again")
@@ -44,8 +45,8 @@ def _trainer(name: str, rollouts: int) -> Any:
     from tether.llm.tasks import make_task, reward_function
     from tether.llm.trainers import make_trainer
 
-    region: TrustRegion = "troll" if name == "TROLL" else "clip"
-    config = TrainConfig(trust_region=region, steps=8 * rollouts, save_every=8, eval_every=8)
+    method = find_method("troll" if name == "TROLL" else "clip")()
+    config = TrainConfig(method=method, steps=8 * rollouts, save_every=8, eval_every=8)
     task = make_task(config.task)
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = load_model_and_tokenizer(config.model)

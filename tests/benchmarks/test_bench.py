@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.bench import __main__ as bench
-from benchmarks.bench import bars, correctness, report, timing
+from benchmarks.bench import bars, correctness, report, timing, training_step
 from benchmarks.bench.bars import Finding
 from benchmarks.bench.contestants import tether_clip
 from benchmarks.bench.memory import peak_bytes
@@ -16,6 +17,24 @@ from benchmarks.bench.shapes import TINY
 from benchmarks.bench.workload import KL_BOUND, make_workloads
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+OF_VERL = {"benchmarks.verl_payload"}  # in whose environment it is run
+
+
+def test_every_benchmark_finds_what_it_imports() -> None:
+    """Many are run once in months, by hand."""
+    files = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").rglob("*.py"))
+    names = {".".join(path.with_suffix("").parts) for path in files} - OF_VERL
+    assert len(names) > 40
+    for name in names:
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize(("name", "trainer"), [("TROLL", "TROLLTrainer"), ("clip", "GRPOTrainer")])
+def test_the_whole_step_is_that_of_the_quickstart(name: str, trainer: str) -> None:
+    made = training_step._trainer(name, 1)
+    assert type(made).__name__ == trainer
+    assert (made.args.generation_batch_size, made.args.steps_per_generation) == (512, 8)
 
 
 def test_ratios_are_paired_by_turn_and_their_interval_holds_the_median() -> None:
