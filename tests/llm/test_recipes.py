@@ -41,7 +41,6 @@ def test_trl_takes_the_settings_of_a_recipe(
     from tether.integrations.trl import TROLLConfig
 
     monkeypatch.setattr(precision, "bfloat16_pays", lambda: True)  # whatever this processor can
-
     more = ["--rollouts", "transformers", "--device", "cpu"]
     settings = _parse(TrainConfig, "tether llm train", ["--config", str(path), *more])
     task = make_task(settings.task, **settings.task_options)

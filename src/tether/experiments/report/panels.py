@@ -227,10 +227,9 @@ def _csv(rows: Sequence[Sequence[object]]) -> str:
 
 
 def _picture(name: str, title: str, caption: str, figures: Mapping[Theme, Figure], data: str) -> Picture:
-    first, *others = figures.values()
-    png = {}
-    for theme, figure in figures.items():
-        png[theme] = png_bytes(figure, theme)
-        if figure is first:
-            keep_layout(first, others)  # which takes as long as drawing
-    return Picture(name, title, caption, png, svg_text(figures["light"]), data)
+    light = figures["light"]
+    png: dict[Theme, bytes] = {"light": png_bytes(light)}
+    others = {theme: figure for theme, figure in figures.items() if theme != "light"}
+    keep_layout(light, others.values())  # finding it takes as long as drawing
+    png |= {theme: png_bytes(figure, theme) for theme, figure in others.items()}
+    return Picture(name, title, caption, png, svg_text(light), data)
