@@ -98,9 +98,9 @@ def test_a_resumed_run_with_its_replay_takes_the_course_of_an_unbroken_one(tmp_p
         assert {name: one[name] for name in one.keys() - timed} == {
             name: other[name] for name in one.keys() - timed
         }
-    assert [line["return_greedy"] for line in whole.evals()] == [
-        line["return_greedy"] for line in parts.evals()
-    ]
+    assert {line["step"]: line["return_greedy"] for line in whole.evals()} == {
+        line["step"]: line["return_greedy"] for line in parts.evals() if line["step"] != 4
+    }
 
 
 # ---------------------------------------------------------------------- targets

@@ -56,7 +56,8 @@ def train(
         label: the run's name in legends; the algorithm's by default.
         resume: go on where the folder's latest checkpoint stands.
         until: stop after this iteration, with a checkpoint, and leave the run to be resumed. The schedules
-            still end with `config.iterations`: this is for a look at the beginning of a long run.
+            still end with `config.iterations`: this is for a look at the beginning of a long run. What it
+            reached is evaluated, which leaves one row more than the unbroken run has.
         trackers: what else gets every number: names of `tether.experiments.trackers`.
         report: called with (iteration, its metrics), from 1; and with each evaluation's.
         say: called with messages to whoever waits; they are printed to stderr by default.
@@ -128,7 +129,7 @@ class _Loop:
             self.done += 1
             self.run_folder.log(self.done, **metrics)
             self.report(self.done, metrics)
-            if self.done == config.iterations or self.done % config.evaluate_every == 0:
+            if self.done in (until, config.iterations) or self.done % config.evaluate_every == 0:
                 self._evaluate()
             stopping = interrupts.noted is not None
             if stopping or self.done == until or self.done % config.checkpoint_every == 0:

@@ -10,7 +10,9 @@ measured (``eval/...``). A cell is empty where nothing was measured. Beside ``st
 
 from __future__ import annotations
 
+import copy
 import csv
+import functools
 import io
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -33,6 +35,7 @@ _NOT_COLUMNS = frozenset({"name", "seed"})  # the label, and a column of its own
 _Rows = tuple[list[Record], list[Record]]  # of training, of evaluations
 Key = tuple[str, str]
 """A grid and the name of a run in it."""
+_Settings = dict[Key, dict[str, Any]]
 
 
 def table_and_part(path: Path) -> tuple[Path, tuple[str, ...]] | None:
@@ -147,17 +150,17 @@ class StudyTable:
         if not self.path.exists():
             return {}
         try:
-            settings = _read_settings(self.settings_path)
-            rows = _read_rows(self.path)
-            wanted = {key: found for key, found in rows.items() if grid in (None, key[0])}
-            return {key: self._run(key, settings[key], found) for key, found in wanted.items()}
+            files = (self.settings_path, self.path)
+            settings, rows = _read_files(*files, tuple(map(_version, files)))
+            return {key: self._run(key, settings[key], rows[key]) for key in rows if grid in (None, key[0])}
         except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
             raise CheckpointError(
                 f"{self.path} and {self.settings_path.name} are not what was written ({error!r}). "
                 "Restore both."
             ) from error
 
-    def _run(self, key: Key, record: dict[str, Any], rows: _Rows) -> RunData:
+    def _run(self, key: Key, settings: dict[str, Any], rows: _Rows) -> RunData:
+        record = copy.deepcopy(settings)
         end = record.pop("end")
         kind = kind_named(record["kind"], self._kinds)
         config = RunConfig(**record | {"settings": kind.current_settings(record["settings"])})
@@ -254,6 +257,17 @@ def _one(name: str, values: list[Any]) -> Any:
     return sum(finite) / len(finite) if finite else known[-1]
 
 
+@functools.lru_cache(maxsize=1)
+def _read_files(settings: Path, table: Path, versions: object) -> tuple[_Settings, dict[Key, _Rows]]:
+    """What both files hold, kept while they are of these versions: who wants every grid asks for each."""
+    return _read_settings(settings), _read_rows(table)
+
+
+def _version(path: Path) -> object:
+    stat = path.stat() if path.exists() else None
+    return stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+
+
 # ---------------------------------------------------------------------- rows
 
 
@@ -295,14 +309,8 @@ def _table_text(study: str, runs: Mapping[Key, RunData]) -> str:
     writer.writerow([*_KEYS, *settings, *numbers])
     for (grid, name), run in runs.items():
         chosen = flatten_settings(run.config.settings)
-        first = [
-            study,
-            grid,
-            name,
-            run.config.label,
-            run.config.seed,
-            *(chosen.get(name) for name in settings),
-        ]
+        own = [chosen.get(setting) for setting in settings]
+        first = [study, grid, name, run.config.label, run.config.seed, *own]
         for line in lines[grid, name]:
             writer.writerow([_cell(value) for value in (*first, *(line.get(number) for number in numbers))])
     return text.getvalue()
@@ -378,8 +386,8 @@ def _shared_and_own(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {"shared": shared, "runs": own}
 
 
-def _read_settings(path: Path) -> dict[Key, dict[str, Any]]:
-    found: dict[Key, dict[str, Any]] = {}
+def _read_settings(path: Path) -> _Settings:
+    found: _Settings = {}
     for grid, content in load_yaml(path).items():
         for run, own in content["runs"].items():
             record = found[grid, run] = {name: {} for name in _NESTED}
