@@ -38,7 +38,7 @@ $(VERL_VENV)/.created:
 $(VERL_VENV)/.test: $(VERL_VENV)/.created pyproject.toml constraints-verl.txt
 	@echo "Installing verl and what its tests need into $(VERL_VENV) (once) ..."
 	$(VERL_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-verl.txt \
-	  --editable ".[verl]" pytest pytest-timeout hypothesis
+	  --editable ".[verl]" pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 train: $(VENV)/.train  ## train the embedded model with TROLL and with the clip, end in a report
@@ -96,7 +96,7 @@ test-main: lint  ## everything but verl, which needs an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-verl: $(VERL_VENV)/.test  ## the tests of the verl plug-in, in an environment of its own
-	$(VERL_PYTEST) -m "not slow" tests/verl src/tether/integrations/verl
+	$(VERL_PYTEST) -n 2 --dist loadfile -m "not slow" tests/verl src/tether/integrations/verl
 
 test-verl-ray: $(VERL_VENV)/.test  ## verl's trainers on Ray and TransferQueue, on CPU (half an hour)
 	RAY_worker_niceness=0 $(VERL_PYTEST) -m slow tests/verl  # by default Ray's workers give way to all else
@@ -177,7 +177,7 @@ study-j: $(VENV)/.train
 		echo "== $$grid"; $(BIN)/tether llm compare --minutes $$left --config $$grid; \
 	done
 	table=benchmarks/results/studies/j.csv; \
-	parts=$$(grep -oE ',j-7-lag-[0-9]+,' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
+	parts=$$(grep -oE ',(j-7|j-8-second)-lag-[0-9]+,' $$table | sort -u | tr -d , | sed "s|^|$$table/|"); \
 	[ -z "$$parts" ] || $(BIN)/python benchmarks/study_figure.py $$parts --by-lag --learning-rates 1e-4 3e-5 --output docs/images
 .PHONY: docs study-quick $(STUDIES)
 STUDY   := $(BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b.csv/{b,b-curve,b-tuned} \\
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
-    .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/j.csv/j-7-lag-{64,16,04} \\
-        --by-lag --learning-rates 1e-4 3e-5
+    .venv/bin/python benchmarks/study_figure.py \\
+        benchmarks/results/studies/j.csv/{j-7-lag,j-8-second-lag}-{64,16,04,01} --by-lag --learning-rates 1e-4 3e-5
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f.csv --over-training
 
 The first writes success-by-updates.png, a panel for each learning rate, task and model family; the second
@@ -192,13 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = table_and_part(options.runs[0])
     folder = options.output or (options.runs[0] if table is None else table[0].parent)
     for theme, suffix in (("light", ""), ("dark", "-dark")):
-        figure = small_multiples(panels, theme, width=5.2 if len(panels) < 3 else 4.2, height=3.7)
+        width, columns = 5.2 if len(panels) in (1, 2, 4) else 4.2, 2 if len(panels) == 4 else 3
+        figure = small_multiples(panels, theme, width=width, height=3.7, columns=columns)
         if not options.over_training:
             highest = max(axes.get_ylim()[1] for axes in figure.axes)
             for axes in figure.axes:
                 axes.set_ylim(top=highest)  # panels of one number are compared with each other
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter("{x:g}")
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}{suffix}.png"
         figure.savefig(path, dpi=160)
         print(path)

@@ -191,6 +191,18 @@ def test_whitened_values_have_no_mean_and_unit_variance_over_the_mask() -> None:
     assert not whitened[~mask.numpy()].any()
 
 
+@pytest.mark.parametrize("reward", [0.1, 10.1, 1000.1])
+def test_equal_values_whiten_to_exact_zeros(reward: float) -> None:
+    mask = torch.ones(7, 33)
+    mask[2, 5:] = 0
+    assert not whiten(torch.full((7, 33), reward), mask).any()
+
+
+def test_a_batch_without_tokens_has_no_advantages() -> None:
+    advantages, returns = gae(torch.ones(2, 0), torch.ones(2, 0), torch.ones(2, 0))
+    assert advantages.shape == returns.shape == (2, 0)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_tokens_have_no_spread_and_whiten_to_zero(count: int) -> None:
     mask = torch.zeros(2, 3)

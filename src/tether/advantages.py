@@ -186,7 +186,7 @@ def gae(
     before, _ = _token_values("values", values, response_mask)
     _check_fraction("gamma", gamma)
     _check_fraction("gae_lambda", gae_lambda)
-    after = torch.zeros_like(before[:, 0]) if last_values is None else last_values.detach().to(before.dtype)
+    after = before.new_zeros(len(before)) if last_values is None else last_values.detach().to(before.dtype)
     if after.shape != before.shape[:1]:
         raise InvalidInputError(f"last_values must be [B] = ({len(before)},), got {tuple(after.shape)}.")
     errors = torch.zeros_like(before)
@@ -207,7 +207,10 @@ def whiten(values: Tensor, response_mask: Tensor, *, epsilon: float = 1e-8) -> T
     """
     values, counted = _token_values("values", values, response_mask)
     count = counted.sum()
-    centred = torch.where(counted, values - values.sum() / count.clamp_min(1), 0.0)
+    # Relative to the least one, so that equal values differ from their mean by exactly nothing.
+    least = torch.where(counted, values, torch.inf).amin() if values.numel() else 0.0
+    above_least = torch.where(counted, values - least, 0.0)
+    centred = torch.where(counted, above_least - above_least.sum() / count.clamp_min(1), 0.0)
     variance = centred.square().sum() / (count - 1).clamp_min(1)
     return centred * (variance + epsilon).rsqrt()
 

@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from tether.errors import ConfigError, did_you_mean
@@ -54,11 +55,26 @@ def _options_of(function: Callable[..., Any], name: str, given: frozenset[str]) 
     without = [key for key, parameter in keywords.items() if parameter.default is parameter.empty]
     if without:
         raise ConfigError(f"{name}'s options {', '.join(without)} need defaults.")
-    types, texts = typing.get_type_hints(function), _argument_texts(function)
+    types, texts = _types_of(function, keywords, name), _argument_texts(function)
     return {
         key: Option(key, types.get(key, type(parameter.default)), parameter.default, texts.get(key, ""))
         for key, parameter in keywords.items()
     }
+
+
+def _types_of(function: Callable[..., Any], keywords: Collection[str], name: str) -> dict[str, Any]:
+    """Of the keywords alone: what else is annotated may be known to type checkers only."""
+    plain = inspect.unwrap(function)
+    chosen = {key: value for key, value in getattr(plain, "__annotations__", {}).items() if key in keywords}
+    try:
+        return typing.get_type_hints(
+            SimpleNamespace(__annotations__=chosen), getattr(plain, "__globals__", None)
+        )
+    except NameError as error:
+        raise ConfigError(
+            f"{name}'s annotations cannot be read ({error}). Import what its keywords are annotated with "
+            "outside of TYPE_CHECKING."
+        ) from error
 
 
 def check_known(name: str, options: Mapping[str, Any], known: Collection[str]) -> None:

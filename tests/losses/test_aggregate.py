@@ -15,6 +15,7 @@ import oracles
 from tether.errors import InvalidInputError
 from tether.losses import aggregate, ppo_clip
 from tether.losses.aggregate import LossAggMode
+from tether.projection.tokens import masked_max, masked_mean
 
 LOSS = [[1.0, 3.0, 100.0], [5.0, 100.0, 100.0], [100.0, 100.0, 100.0]]
 MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
@@ -140,3 +141,18 @@ def test_settings_and_shapes_that_make_no_sense_are_refused() -> None:
             InvalidInputError, match=f"max_response_length must be at least 1, got {length!r}"
         ):
             aggregate(rows, rows, "seq-mean-token-sum-norm", max_response_length=length)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_more_tokens_are_counted_than_half_precision_can_count(dtype: torch.dtype) -> None:
+    loss = torch.full((1, 70_001), 0.5, dtype=dtype)
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        assert float(aggregate(loss, torch.ones_like(loss), mode)) == 0.5  # type: ignore[arg-type]
+    assert float(masked_mean(loss, torch.ones_like(loss))) == 0.5
+
+
+def test_the_largest_of_negative_numbers_is_one_of_them() -> None:
+    values, mask = torch.tensor([[-2.0, -3.0, 7.0]]), torch.tensor([[1, 1, 0]])
+    assert float(masked_max(values, mask)) == -2.0
+    assert float(masked_max(values, 0 * mask)) == 0.0
+    assert float(masked_max(torch.ones(2, 1), torch.ones(2, 0))) == 0.0

@@ -12,9 +12,10 @@ from tests.rounding import unit_of
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.losses import project_tokens, troll
+from tether.losses import project_tokens, troll, truncated_weights
 from tether.ops import HiddenStates
-from tether.projection import LagBound, SampledPolicy, kl_categorical, truncated_weights
+from tether.ops.head import Head
+from tether.projection import LagBound, SampledPolicy, kl_categorical
 
 V, K, BOUND = 50, 8, 0.05
 
@@ -130,6 +131,34 @@ def test_the_divergence_of_a_report_with_a_tail_is_a_lower_bound_of_the_true_one
     assert tokens.projected_kl.max() <= BOUND * (1 + 1e-9)
 
 
+def test_a_padded_vocabulary_cannot_be_sampled_around_a_sampler_either() -> None:
+    mu, _, drawn = _policies(40, top_k=None, moved=0.0)
+    old = _report(mu, drawn, truncated=False)
+    hidden, weight = mu, torch.eye(V, dtype=torch.float64)
+    padded = torch.cat((weight, 9 * torch.ones(7, V, dtype=torch.float64)))
+    new = HiddenStates(hidden, padded, head=Head(vocabulary_size=V))
+    tokens = project_tokens(new, old, drawn, torch.ones_like(drawn), kl_bound=BOUND)
+    assert torch.allclose(tokens.new_log_probs, _drawn(mu, drawn))
+    assert tokens.kl.max() < 1e-6
+    assert not tokens.projected.any()
+
+
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf])
+def test_what_a_mask_hides_may_hold_anything_around_a_sampler_too(garbage: float) -> None:
+    mu, new, drawn = _policies(40, top_k=None, moved=1.0)
+    old, mask = _report(mu, drawn, truncated=False), torch.ones_like(drawn)
+    mask[1, 2:] = 0
+    expected = project_tokens(new, old, drawn, mask, kl_bound=BOUND)
+    spoiled = torch.where(mask[..., None] > 0, new, garbage).detach().requires_grad_()
+    found = project_tokens(spoiled, old, drawn, mask, kl_bound=BOUND)
+    counted = mask > 0
+    assert torch.equal(found.projected_log_probs[counted], expected.projected_log_probs[counted])
+    found.projected_log_probs[counted].sum().backward()
+    assert spoiled.grad is not None
+    assert spoiled.grad.isfinite().all()
+    assert not spoiled.grad[~counted].any()
+
+
 @pytest.mark.parametrize("truncated", [False, True])
 def test_hidden_states_say_what_their_logits_say(truncated: bool) -> None:
     mu, _, drawn = _policies(40, top_k=5 if truncated else None, moved=0.0)
@@ -206,8 +235,13 @@ def test_what_does_not_go_with_a_sampler_is_refused() -> None:
         project_tokens(new, old, drawn, mask, support="paper")
     with pytest.raises(InvalidInputError, match="sequence 0, position 0: the sampler reported to have drawn"):
         project_tokens(new, old, drawn + 1, mask)
-    with pytest.raises(InvalidInputError, match="expand to"):
-        project_tokens(new, old, drawn, mask, kl_bound=torch.ones(7))
+    for bounds in (torch.ones(7), torch.ones(drawn.shape[1])):
+        with pytest.raises(InvalidInputError, match="expand to"):
+            project_tokens(new, old, drawn, mask, kl_bound=bounds)
+    with pytest.raises(InvalidInputError, match=r"ids must lie in \[0, 3\)"):
+        project_tokens(new[..., :3], old, drawn, mask)
+    with pytest.raises(InvalidInputError, match=r"policy_weights must be \[B, T\], got \(4,\)"):
+        _loss_at_sampler(new, old, drawn, policy_weights=torch.ones(4))
 
 
 def test_the_example_of_the_page_runs() -> None:
@@ -216,3 +250,13 @@ def test_the_example_of_the_page_runs() -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["logits"].grad.abs().sum() > 0
+
+
+def test_weights_are_truncated_and_one_under_the_mask() -> None:
+    prox, mu = torch.tensor([[0.9, 0.1, 0.5]]).log(), torch.tensor([[0.3, 0.2, math.nan]]).log()
+    mask = torch.tensor([[1, 1, 0]])
+    assert truncated_weights(prox, mu, mask).tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
+    assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
+    for wrong in (0.0, "2"):
+        with pytest.raises(InvalidInputError, match=f"largest must be positive, got {wrong!r}"):
+            truncated_weights(prox, mu, mask, largest=wrong)  # type: ignore[arg-type]

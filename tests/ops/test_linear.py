@@ -135,6 +135,16 @@ def test_tied_bfloat16_logits_are_ranked_by_lowest_id() -> None:
     assert result.top_ids.tolist() == [[1, 2, 4, 3, 5]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_narrow_ids_do_not_narrow_the_most_likely_ones(dtype: torch.dtype) -> None:
+    vocabulary = torch.iinfo(dtype).max + 50
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (3, vocabulary))
+    few = linear_log_probs(hidden, weight, torch.ones(3, 1, dtype=dtype), top_k=200)
+    assert few.top_ids is not None
+    assert torch.equal(few.top_ids.long(), (hidden @ weight.T).topk(200).indices)
+
+
 def test_top_k_never_exceeds_the_vocabulary_that_can_be_sampled() -> None:
     hidden, weight, _, ids = make_inputs(largest_id=5)
     result = linear_log_probs(hidden, weight, ids, top_k=50, vocabulary_size=5)

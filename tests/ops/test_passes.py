@@ -195,3 +195,51 @@ def test_a_search_that_runs_out_of_steps_is_taken_over(monkeypatch: pytest.Monke
     monkeypatch.setattr(anchored, "LARGEST_CHANGE", dict.fromkeys(anchored.LARGEST_CHANGE, -1.0))
     _count(0.5, 1.0)
     assert taken == [1] * ROWS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_row_that_counts_as_solved_is_on_the_bound(dtype: torch.dtype) -> None:
+    """Old policies sure of an outcome that the new one gives up: there the first guess is a poor one."""
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+
+        def uniform(most: float, generator: torch.Generator = generator) -> Tensor:
+            return most * torch.rand(2000, generator=generator)
+
+        size = (2000, (3, 5, 8, 20)[seed % 4])
+        old = 2 * torch.randn(size, generator=generator)
+        new = old + torch.randn(size, generator=generator)
+        old[:, 0] += uniform(30)
+        new[:, 0] -= uniform(10)
+        ids = torch.randint(size[1], size[:1], generator=generator)
+        new, old = new.to(dtype), old.to(dtype)
+        curve = AnchoredCurve(new, old, ids, BOUND)
+        rows = (curve.reliable & (curve.kl > BOUND)).nonzero().squeeze(-1)
+        found = curve.solve(rows)
+        assert found.met.any()
+        at = rows[found.met]
+        start, end = old[at].double(), new[at].double()
+        exact = torch.lerp(start, end, found.step[found.met, None].double()).log_softmax(-1)
+        before = start.log_softmax(-1)
+        divergence = (exact.exp() * (exact - before)).sum(-1)
+        assert divergence.sub(BOUND).abs().max() <= (1e-3 if dtype == torch.float32 else 1e-7) * BOUND
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "sampled"),
+    [
+        # So near the old policy that the divergence of the guess is rounding alone.
+        ([-0.6, -2.4, -1.3], [15.44, -2.5, -0.8], 0),
+        ([-25.5, -2.5, 1.8, 2.0, -0.9], [7.23, -2.2, 0.8, 0.95, -1.0], 1),
+    ],
+)
+def test_rows_whose_first_guess_leads_nowhere_equal_the_reference(
+    new: list[float], old: list[float], sampled: int
+) -> None:
+    identity = torch.eye(len(new))
+    rows = torch.tensor([new]), identity, torch.tensor([sampled]), torch.tensor([old])
+    found = linear_trust_region(*rows, kl_bound=BOUND)
+    expected = project_categorical(rows[0].double(), rows[3].double(), BOUND)
+    assert float(found.step) == pytest.approx(float(expected.step), rel=1e-3)
+    assert found.projected_kl is not None
+    assert float(found.projected_kl) == pytest.approx(BOUND, rel=1e-3)

@@ -372,6 +372,13 @@ def test_no_token_at_all() -> None:
     assert result.kl.shape == (0,)
 
 
+def test_an_old_policy_in_float32_keeps_its_digits_beside_a_new_one_in_half_precision() -> None:
+    batch = _make("plain")
+    exact = replace(batch.to(torch.float64), hidden=batch.hidden.bfloat16().double()).ours()
+    mixed = replace(batch.to(torch.float32), hidden=batch.hidden.bfloat16()).ours()
+    assert torch.allclose(mixed.kl.double(), exact.kl, rtol=1e-3, atol=1e-6)
+
+
 def test_without_a_bound_nothing_is_projected() -> None:
     batch = _make("plain")
     result = batch.ours(kl_bound=math.inf)
@@ -395,5 +402,10 @@ def test_what_does_not_fit_is_refused_with_the_remedy() -> None:
         batch.ours(temperature=0.0)
     with pytest.raises(InvalidInputError, match="24 of 24 rows hold NaN"):
         replace(batch, hidden=batch.hidden * math.nan).ours()
+    for bad in (math.nan, math.inf):  # also where a frozen head and equal hidden states prove the rest
+        bias = torch.where(torch.arange(VOCABULARY) == 3, bad, 0.0).to(batch.hidden.dtype)
+        still = replace(batch, bias=bias, old_bias=None, old_weight=None, hidden=batch.old_hidden)
+        with pytest.raises(InvalidInputError, match="24 of 24 rows hold NaN or infinity"):
+            still.ours()
     with pytest.raises(InvalidInputError, match="one step a sequence needs finite logits"):
         _make("ids that cannot be sampled").ours(sequences=torch.zeros(TOKENS, dtype=torch.long))

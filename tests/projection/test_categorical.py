@@ -23,6 +23,7 @@ from tether.projection import (
     project_categorical,
     solve,
 )
+from tether.settings import Region
 
 INF = math.inf
 
@@ -433,6 +434,25 @@ def test_float32_gradients_match_float64_ones() -> None:
     assert float(error.median()) < tolerance
 
 
+@pytest.mark.parametrize("region", ["token", "sequence"])
+@pytest.mark.parametrize("least", [-1e15, -1e17, torch.finfo(torch.float32).min])
+def test_float32_gradients_survive_an_outcome_that_is_masked_by_a_huge_number(
+    least: float, region: Region
+) -> None:
+    """Of whose log-ratio the others' are less than a float32 can square."""
+    new, old = _rows(3, 6, 1.5)
+    new[0, 4], old[0, 4] = least, -30.0
+    upstream = torch.randn_like(new)
+    upstream[0, 4] = 0.0
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = new.to(dtype).requires_grad_()
+        result = project_categorical(leaf, old.to(dtype), 0.05, region=region)
+        assert result.projected.all()
+        gradients.append(torch.autograd.grad(result.log_probs, leaf, upstream.to(dtype))[0].double())
+    assert torch.allclose(*gradients, rtol=0, atol=10 * solve.TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_and_returned_in_float32(dtype: torch.dtype) -> None:
     new, old = _rows(500, 60, 2.0, dtype=dtype)
@@ -710,3 +730,11 @@ def test_regions_and_masks_that_do_not_fit_are_refused() -> None:
         project_categorical(rows, rows, 0.05, region="sequence", mask=torch.ones(2, 4))
     with pytest.raises(InvalidInputError, match=r"tokens, vocabulary\], got \(4,\)"):
         project_categorical(rows[0, 0], rows[0, 0], 0.05, region="sequence")
+
+
+def test_a_gradient_is_finite_beside_an_outcome_that_only_just_is_no_zero() -> None:
+    new = torch.tensor([[0.0, 0.0, 50.0, -50.0, -1e4, 0.0, 0.275]], requires_grad=True)
+    old = torch.tensor([[50.0, 0.4, 6.1e-5, 0.0, -1e30, -2.85, -2.7]])
+    result = project_categorical(new, old, 0.05)
+    (gradient,) = torch.autograd.grad(result.log_probs, new, torch.randn_like(new))
+    assert gradient.isfinite().all()

@@ -162,6 +162,17 @@ def test_float32_gradients_are_within_twice_the_rounding_of_the_plain_path() -> 
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
+def test_float32_gradients_survive_an_outcome_that_is_masked_by_a_huge_number() -> None:
+    new, old = _rows(2, 40, 1.5)
+    new[0, 4], old[0, 4] = torch.finfo(torch.float32).min, -30.0
+    upstream = torch.randn_like(new)
+    upstream[0, 4] = 0.0
+    exact, _ = _both(new, old, 0.05, upstream)
+    _, ours = _both(new.float(), old.float(), 0.05, upstream.float())
+    assert exact[0].projected.all()
+    assert torch.allclose(ours[1].double(), exact[1], rtol=0, atol=10 * solve.TOLERANCE[torch.float32])
+
+
 def test_half_precision_and_any_leading_shape() -> None:
     new, old = _rows(12, 20, 1.0, dtype=torch.bfloat16)
     result = project_categorical(new.view(3, 4, 20), old.view(3, 4, 20), 0.05, backend="triton")

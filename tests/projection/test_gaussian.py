@@ -386,6 +386,8 @@ def test_refuses_what_it_cannot_project() -> None:
         (wrong(1, torch.full((3, 3), math.nan)), "scale_tril must be finite"),
         (wrong(3, torch.ones(3, 3)), "old_scale_tril has entries above its diagonal"),
         (wrong(0, torch.full((2, 3), math.inf)), "mean holds NaN or infinity"),
+        (wrong(0, torch.zeros(2, 3, dtype=torch.long)), r"mean must be floating point, got torch.int64"),
+        (wrong(3, torch.eye(3).long()), r"old_scale_tril must be floating point, got torch.int64"),
     ):
         with pytest.raises(InvalidInputError, match=cause):
             project_gaussian(*arguments)  # type: ignore[arg-type]
@@ -395,3 +397,8 @@ def test_refuses_what_it_cannot_project() -> None:
         project_gaussian(*good, entropy_bound=math.nan)
     with pytest.raises(InvalidInputError, match="scale must be finite with a positive value everywhere"):
         project_diagonal_gaussian(mean, torch.zeros(3), mean, torch.ones(3), 0.1, 0.1)
+
+
+def test_many_half_precision_scales_are_as_finite_as_one() -> None:
+    mean, scale = torch.zeros(4096, 32, dtype=torch.float16), torch.ones(4096, 32, dtype=torch.float16)
+    assert not project_diagonal_gaussian(mean, scale, mean, scale, 0.1, 0.1).cov_projected.any()

@@ -134,3 +134,12 @@ def test_divergence_of_nearly_equal_covariances_keeps_its_digits() -> None:
     mean = torch.zeros(6, dtype=F64)
     kl = kl_gaussian(mean, old * (1 + 1e-7), mean, old)[1]
     assert kl.item() == pytest.approx(6 * 1e-14, rel=1e-6)
+
+
+def test_a_singular_covariance_inside_the_bound_is_left_alone() -> None:
+    factor = torch.tensor([[[1.0, 0.0], [1.0, 1e-8]], [[1.0, 0.0], [0.0, 2.0]]])
+    old = torch.stack((factor[0], torch.eye(2)))
+    mean = torch.zeros(2, 2)
+    result = project_gaussian(mean, factor, mean, old, 0.05, 0.01, method="frobenius")
+    assert torch.equal(result.scale_tril[0], factor[0])
+    assert result.cov_projected.tolist() == [False, True]

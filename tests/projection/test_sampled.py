@@ -12,7 +12,7 @@ from tests.rounding import unit_of
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.projection import LagBound, SampledPolicy, kl_categorical, truncated_weights
+from tether.projection import LagBound, SampledPolicy, certify, kl_categorical
 
 B, T, V, K = 3, 4, 40, 6
 
@@ -58,6 +58,37 @@ def test_a_drawn_id_outside_the_top_k_gets_a_slot_and_one_inside_keeps_its_own()
     support = report.policy().support
     assert torch.equal((support.ids >= 0).sum(-1), torch.where(inside, K, K + 1))
     assert ((support.ids == report.sampled[..., None]).sum(-1) == 1).all()
+
+
+@pytest.mark.parametrize("how", ["trimmed", "too small for float32"])
+def test_the_smallest_probability_of_the_tail_is_that_of_what_joined_it(how: str) -> None:
+    """Else a network that moves mass onto a reported id of next to no probability would be certified."""
+    v, rare = 52, 1e-9 if how == "trimmed" else 1e-48
+    mu = torch.full((v,), 4e-4, dtype=torch.float64)
+    mu[1] = rare
+    mu[0] += 1 - mu.sum()
+    least = torch.full((1, 1), math.log(4e-4), dtype=torch.float64)
+    ids = torch.tensor([[[0, 1]]])
+    policy = SampledPolicy.from_report(
+        torch.tensor([[0]]), ids, mu[ids].log(), torch.ones(1, 1), log_tail_min=least
+    )
+    policy = policy.trimmed(0.9) if how == "trimmed" else policy
+    assert policy.support.log_tail_min is not None
+    assert float(policy.support.log_tail_min) == pytest.approx(math.log(rare))
+    new = mu.clone()
+    new[:2] += torch.tensor([-0.02, 0.02], dtype=torch.float64)
+    proof = certify(policy.see(new.log()[None, None]), policy.support, 0.2)
+    true = float((new * (new / mu).log()).sum())
+    assert not proof.inside.any()
+    assert float(proof.kl_upper) >= true > 0.2
+
+
+def test_drawn_tokens_alone_are_a_report() -> None:
+    report = Report()
+    nothing = {"ids": report.ids[..., :0], "log_probs": report.log_probs[..., :0]}
+    alone = report.policy(**nothing)
+    assert torch.equal(alone.log_probs, report.own)
+    assert torch.allclose(alone.support.log_tail.exp(), 1 - report.own.exp())
 
 
 def test_where_sampling_was_truncated_the_reported_set_is_the_policy() -> None:
@@ -207,16 +238,6 @@ def test_bounds_by_lag_worked_out_by_hand(bound: LagBound, expected: list[float]
 def test_a_bound_by_lag_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         LagBound(**wrong)
-
-
-def test_weights_are_truncated_and_one_under_the_mask() -> None:
-    prox, mu = torch.tensor([[0.9, 0.1, 0.5]]).log(), torch.tensor([[0.3, 0.2, math.nan]]).log()
-    mask = torch.tensor([[1, 1, 0]])
-    assert truncated_weights(prox, mu, mask).tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
-    assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
-    for wrong in (0.0, "2"):
-        with pytest.raises(InvalidInputError, match=f"largest must be positive, got {wrong!r}"):
-            truncated_weights(prox, mu, mask, largest=wrong)  # type: ignore[arg-type]
 
 
 def test_trimming_an_empty_batch_and_masses_that_are_none() -> None:

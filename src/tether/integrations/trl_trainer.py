@@ -26,8 +26,8 @@ from tether.errors import TetherError
 
 # First, because it says what to install where TRL is missing or another version.
 from tether.integrations.trl_config import TROLLConfig  # noqa: F401
-from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens
-from tether.projection import SparseLogProbs, truncated_weights
+from tether.losses import LossAggMode, PolicyLoss, ProjectedTokens, project_tokens, truncated_weights
+from tether.projection import SparseLogProbs
 from tether.settings import TROLLSettings
 
 # isort: split

@@ -22,6 +22,7 @@ from tether.losses.mis import mis
 from tether.losses.ppo_clip import ppo_clip
 from tether.losses.project import project_tokens
 from tether.losses.pspo import pspo
+from tether.losses.sampler import truncated_weights
 from tether.losses.sapo import sapo
 from tether.losses.tis import tis
 from tether.losses.trm import trm
@@ -104,6 +105,7 @@ __all__ = [
     "trm",
     "troll",
     "troll_objective",
+    "truncated_weights",
     "unclipped",
     "value_clip",
     "vespo",

@@ -58,7 +58,8 @@ def aggregate(
             f"{tuple(response_mask.shape)}."
         )
     check_choice("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
-    mask = response_mask.to(token_loss.dtype)
+    # In half precision, more than a few hundred tokens cannot be counted.
+    mask = response_mask.to(torch.promote_types(token_loss.dtype, torch.float32))
     kept = torch.where(mask > 0, token_loss, 0.0) * mask
     if loss_agg_mode == "token-mean":
         return kept.sum() / mask.sum().clamp_min(1)

@@ -47,7 +47,8 @@ def project_tokens(
     """Project the distributions of a batch and read off the sampled tokens.
 
     Solves argmin_π KL(π ‖ new) subject to KL(π ‖ old) <= kl_bound for each token. Inside the bound, a token
-    keeps the very `log_probs` given. For trainers that have an objective of their own; `troll` is the whole
+    keeps the very `log_probs` given (but for hidden states on both sides, whose own are formed on the way and
+    taken instead). For trainers that have an objective of their own; `troll` is the whole
     loss.
 
     Args:

@@ -1,4 +1,4 @@
-"""What `project_tokens` does for a sampler's data: the network on its outcomes, and bounds by token."""
+"""What is done for the data of a sampler: the network on its outcomes, bounds by token, and weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops import linear_log_probs
+from tether.ops.checks import check_ids
 from tether.ops.hidden_states import HiddenStates
 from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
-from tether.settings import LagBound, Region
+from tether.settings import LagBound, Region, is_number
 
 Bound = float | Tensor | LagBound
 """One number, a number a token [B, T], or one that follows from the token's lag."""
@@ -30,8 +31,8 @@ def seen_by_sampler(
 
     Where sampling was truncated, those are of the network renormalised on the same set.
     """
-    if isinstance(new, HiddenStates):
-        new = _at_reported_ids(new, old, counted)
+    if not isinstance(new, SparseLogProbs):
+        new = _at_reported_ids(new, old.support.ids, counted)
     seen = old.see(new)
     if log_probs is not None:
         drawn = seen.log_prob_of(old.sampled_ids).to(log_probs.dtype)
@@ -39,29 +40,72 @@ def seen_by_sampler(
     return seen, log_probs
 
 
-def _at_reported_ids(new: HiddenStates, old: SampledPolicy, counted: Tensor) -> SparseLogProbs:
-    """Without ever forming the logits of a batch."""
-    if new.weight is None:
-        raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
-    ids = old.support.ids
-    rows = linear_log_probs(
-        new.hidden[counted],
-        new.weight,
-        ids[counted],
-        bias=new.bias,
-        temperature=new.head.temperature,
-        logit_scale=new.head.logit_scale,
-        softcap=new.head.softcap,
-        weights_at_hand=new.head.weights_at_hand,
-    )
-    vocabulary = new.head.vocabulary_size or new.weight.shape[0]
-    few = SparseLogProbs.from_log_probs(ids[counted], rows.log_probs, vocabulary_size=vocabulary)
+def _at_reported_ids(new: Tensor | HiddenStates, ids: Tensor, counted: Tensor) -> SparseLogProbs:
+    """Of the tokens that count alone: under a zero mask, a distribution may hold anything."""
+    if isinstance(new, Tensor):
+        check_ids(ids, new.shape[-1])
+        few = SparseLogProbs.at_ids(new[counted], ids[counted])
+    else:
+        few = _of_hidden_states(new, new.hidden[counted], ids[counted])
 
     def spread(values: Tensor, fill: float) -> Tensor:
         whole = values.new_full((*counted.shape, *values.shape[1:]), fill)
         return whole.masked_scatter(counted.view(*counted.shape, *[1] * (values.dim() - 1)), values)
 
-    return SparseLogProbs(ids, spread(few.log_probs, -torch.inf), spread(few.log_tail, 0.0))
+    least = None if few.log_tail_min is None else spread(few.log_tail_min, 0.0)
+    return SparseLogProbs(ids, spread(few.log_probs, -torch.inf), spread(few.log_tail, 0.0), least)
+
+
+def _of_hidden_states(new: HiddenStates, hidden: Tensor, ids: Tensor) -> SparseLogProbs:
+    """Without ever forming the logits of a batch."""
+    if new.weight is None:
+        raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
+    vocabulary = new.head.vocabulary_size or new.weight.shape[0]
+    rows = linear_log_probs(
+        hidden,
+        new.weight,
+        ids,
+        bias=new.bias,
+        temperature=new.head.temperature,
+        logit_scale=new.head.logit_scale,
+        softcap=new.head.softcap,
+        vocabulary_size=new.head.vocabulary_size,
+        weights_at_hand=new.head.weights_at_hand,
+    )
+    return SparseLogProbs.from_log_probs(ids, rows.log_probs, vocabulary_size=vocabulary)
+
+
+def truncated_weights(
+    log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, *, largest: float = 2.0
+) -> Tensor:
+    """min(pi_prox / mu, largest) of each token, [B, T]: what weighs the decoupled form's policy gradient.
+
+    The decoupled form projects around a recent policy of the trainer's, pi_prox, and corrects for the sampler
+    mu by this weight, a constant of the update: pass it as ``policy_weights``.
+
+    Args:
+        log_probs: of the drawn tokens under the proximal policy, [B, T].
+        sampler_log_probs: of the same tokens under the sampler, [B, T].
+        mask: [B, T]; 1 where it is zero.
+        largest: truncation; 2 is the default of verl's ``rollout_is_threshold`` and of ms-swift's
+            ``rollout_importance_sampling_threshold``; `math.inf` for none.
+
+    Raises:
+        InvalidInputError: a truncation that is not positive.
+
+    Source: the decoupled objective, PPO-EWMA (arXiv 2110.00641) and AReaL (arXiv 2505.24298); truncated
+    importance sampling, Ionides, "Truncated importance sampling" (2008).
+
+    Example:
+        >>> import torch
+        >>> prox, mu = torch.tensor([[0.5, 0.1]]).log(), torch.tensor([[0.1, 0.2]]).log()
+        >>> truncated_weights(prox, mu, torch.ones(1, 2)).tolist()
+        [[2.0, 0.5]]
+    """
+    if not (is_number(largest) and largest > 0):
+        raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
+    log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
+    return log_ratio.exp().clamp_max(largest)
 
 
 def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
@@ -82,10 +126,12 @@ def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
     if not isinstance(kl_bound, Tensor):
         return kl_bound
     try:
+        if kl_bound.dim() == 1:  # of sequences or of positions? Where B is T, nothing tells them apart.
+            raise RuntimeError
         return kl_bound.expand(mask.shape)
     except RuntimeError as error:
         raise InvalidInputError(
-            f"kl_bound must be a number or expand to [B, T] = {tuple(mask.shape)}, got "
+            f"kl_bound must be a number or expand to [B, T] = {tuple(mask.shape)} from [B, 1] or [1, T], got "
             f"{tuple(kl_bound.shape)}."
         ) from error
 

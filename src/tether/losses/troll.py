@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tether.errors import InvalidInputError
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss, check_tokens, sequence_log_ratio
 from tether.losses.project import Policy, project_tokens
@@ -61,7 +62,7 @@ def troll(
             of bounds [B, T], or a `LagBound`.
         alpha: weight of the regression, not negative.
         policy_weights: of the policy gradient alone, [B, T]: see `troll_objective` and, for the decoupled
-            form, `tether.projection.truncated_weights`.
+            form, `tether.losses.truncated_weights`.
         support, region: as in `tether.project_sparse`.
         ratio_level: "token" or "sequence".
         loss_agg_mode, max_response_length: see `tether.losses.aggregate`.
@@ -159,6 +160,8 @@ def troll_objective(
         ratio = ratio_of(sequence_log_ratio(read.log_ratio, response_mask))
     token_loss = -ratio * read.advantages
     if policy_weights is not None:
+        if policy_weights.dim() != 2:
+            raise InvalidInputError(f"policy_weights must be [B, T], got {tuple(policy_weights.shape)}.")
         token_loss = token_loss * policy_weights
     if alpha > 0:
         token_loss = token_loss + alpha * tokens.regression

@@ -133,9 +133,8 @@ def _read_off_anchored(curve: AnchoredCurve, rows: Tensor, found: AnchoredStep) 
         step=found.step,
         constrained=always,
         converged=always,
-        centred=-found.mean,
-        variance=found.variance,
-        unit=torch.ones_like(found.step),
+        centred=-found.step * found.mean,
+        variance=found.step.square() * found.variance,
     )
 
 
@@ -143,7 +142,7 @@ def project_rows(new: Tensor, old: Tensor, ids: Tensor, kl: Tensor, kl_bound: fl
     """Project rows of logits [n, V] that are outside the bound, whatever they hold."""
     geodesic = one_token_curves(new, old, kl, kl_bound)
     x, constrained, converged = geodesic.solve()
-    return read_off(geodesic, x, constrained, converged, new, ids, geodesic.scale)
+    return read_off(geodesic, x, constrained, converged, new, ids)
 
 
 def one_token_curves(new: Tensor, old: Tensor, kl: Tensor, kl_bound: float) -> Geodesic:
@@ -158,13 +157,11 @@ def read_off(
     converged: Tensor,
     new: Tensor,
     ids: Tensor,
-    unit: Tensor,
 ) -> ProjectedRows:
     """What is kept of the distributions at x on their curves."""
     log_probs, probs, centred, variance = geodesic.at(x)
     log_probs, probs, centred = log_probs.squeeze(1), probs.squeeze(1), centred.squeeze(1)
     index = ids[:, None].long()
-    scale = geodesic.scale / unit
     terms, _ = regression_terms(new, log_probs)
     return ProjectedRows(
         projected_log_probs=log_probs.gather(-1, index).squeeze(-1),
@@ -173,9 +170,8 @@ def read_off(
         step=x / geodesic.scale,
         constrained=constrained,
         converged=converged,
-        centred=centred.gather(-1, index).squeeze(-1) * scale,
-        variance=variance * scale * scale,
-        unit=unit,
+        centred=centred.gather(-1, index).squeeze(-1),
+        variance=variance,
     )
 
 
@@ -266,9 +262,9 @@ def _gradient_with_zeros(
 ) -> Tensor:
     """Gradient with respect to the new logits of projected rows [n, V] whose steps are known.
 
-    Of the projected log-probability: s [g (delta_o - pi) - a pi c], with c = z - E_pi[z] and a c the
-    direction that would change the divergence, taken out because the bound holds it fixed. Of the
-    regression: r [v - p sum(v)], v = p (log p - log pi + 1).
+    Of the projected log-probability: s [g (delta_o - pi) - a pi c], with c = z - E_pi[z] (`Geodesic.at` has
+    s c) and a c the direction that would change the divergence, taken out because the bound holds it fixed.
+    Of the regression: r [v - p sum(v)], v = p (log p - log pi + 1).
     """
     geodesic = one_token_curves(new, old, torch.full_like(upstream.step, torch.inf), kl_bound)
     log_probs, probs, centred, _ = geodesic.at(upstream.step * geodesic.scale)
@@ -277,8 +273,8 @@ def _gradient_with_zeros(
     index = ids[:, None].long()
     # A projected probability of zero is constant: whatever arrives for it goes nowhere.
     pulled = where(None if free is None else free.gather(-1, index), upstream.sampled[:, None], 0.0)
-    along = (upstream.along * geodesic.scale)[:, None]
-    inner = torch.addcmul(pulled, along, centred).mul_(probs).neg_()
+    along = (upstream.along / upstream.step)[:, None]
+    inner = centred.mul_(probs).mul_(along).addcmul_(probs, pulled).neg_()
     inner.scatter_add_(-1, index, pulled)
     grad = where(free, inner.mul_(upstream.step[:, None]), 0.0)
     terms, new_probs = regression_terms(new, log_probs)

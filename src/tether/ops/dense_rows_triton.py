@@ -77,7 +77,6 @@ def _read_off(found: Tensor) -> ProjectedRows:
         converged=always,
         centred=centred,
         variance=variance,
-        unit=torch.ones_like(step),
     )
 
 

@@ -18,6 +18,8 @@ _SMALLEST: tl.constexpr = tl.constexpr(anchored.SMALLEST)
 _FAR: tl.constexpr = tl.constexpr(anchored.FAR)
 _LARGEST_OFFSET: tl.constexpr = tl.constexpr(anchored.LARGEST_OFFSET)
 _SERIES_STEPS: tl.constexpr = tl.constexpr(anchored.SERIES_STEPS)
+_LARGEST_MISS: tl.constexpr = tl.constexpr(anchored.LARGEST_MISS)
+_ROUNDING: tl.constexpr = tl.constexpr(anchored.ROUNDING)
 
 #: What becomes of a row: it is inside the bound, projected, or left to the reference.
 INSIDE: tl.constexpr = tl.constexpr(0)
@@ -64,8 +66,8 @@ def compare_kernel(
         tl.store(found + 2, moved_kl)
         tl.store(found + 3, tl.maximum(regression, 0.0))
         tl.store(found + 4, step)
-        tl.store(found + 5, -moved_mean)
-        tl.store(found + 6, variance)
+        tl.store(found + 5, -step * moved_mean)
+        tl.store(found + 6, step * step * variance)
         became = tl.where(met, PROJECTED, LEFT)
     tl.store(outcome + row, became.to(tl.int8))
 
@@ -210,7 +212,7 @@ def _solve(
         bent = tl.sqrt(tl.abs(fourth) / (2 * spread))
         change = tl.abs(delta) * tl.maximum(tl.abs(third / spread), bent)
         inside = sound & (step > 0) & (step < 1)
-        met = inside & (change <= CHANGE)
+        met = inside & (change <= CHANGE) & (tl.abs(kl - bound) <= bound * _LARGEST_MISS + _ROUNDING)
         again = inside & ~met
         evaluation += 1
     near = (tl.abs(step * centre) <= _FAR) & (log_prob > _SMALLEST) & (variance > 0)

@@ -178,7 +178,7 @@ class _LinearLogProbs(torch.autograd.Function):
         with head.weights_at_hand():
             vocabulary = weight.shape[0]
             top_k = min(top_k, head.vocabulary_size or vocabulary)
-            found = empty_results(hidden, ids, top_k, with_min)
+            found = empty_results(hidden, ids, top_k, with_min, vocabulary)
             buffer = workspace(hidden, vocabulary, hidden.shape[0], found.entropy.dtype)
             for block in _token_blocks(hidden, vocabulary):
                 kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, found.at(block))
@@ -234,8 +234,13 @@ def _gradient_blocks(
         yield rows, plain_rows.gradient_of_kept(ctx.head, kept, upstream.at(rows))
 
 
-def empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Reduced:
-    """Where the forward pass puts what it finds."""
+def wide_enough(dtype: torch.dtype, vocabulary: int) -> torch.dtype:
+    """A type of ids that holds every id of a vocabulary: the given one if it does."""
+    return dtype if torch.iinfo(dtype).max >= vocabulary else torch.int64
+
+
+def empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool, vocabulary: int = 0) -> Reduced:
+    """Where the forward pass puts what it finds; with `top_k`, out of how many ids."""
     tokens = hidden.shape[0]
     log_probs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     row, top = log_probs.new_empty(tokens), log_probs.new_empty((tokens, top_k))
@@ -244,7 +249,7 @@ def empty_results(hidden: Tensor, ids: Tensor, top_k: int, with_min: bool) -> Re
         largest=row,
         log_total=torch.empty_like(row),
         entropy=torch.empty_like(row),
-        top_ids=ids.new_empty(top.shape),
+        top_ids=ids.new_empty(top.shape, dtype=wide_enough(ids.dtype, vocabulary)),
         top_log_probs=top,
         top_logits=torch.empty_like(top),
         smallest=log_probs.new_empty((tokens, int(with_min))),

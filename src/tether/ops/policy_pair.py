@@ -90,8 +90,7 @@ class PolicyPair:
         weight, bias = self.old.weight, self.old.bias
         if weight is None:
             weight, bias = self.weight, self.bias
-        hidden = self.old.hidden[rows].to(self.hidden.dtype)
-        return self.head.logits(hidden, weight, bias, self.buffers[1])[:, : self.vocabulary]
+        return self.head.logits(self.old.hidden[rows], weight, bias, self.buffers[1])[:, : self.vocabulary]
 
     def blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Rows whose logits fit the buffers."""

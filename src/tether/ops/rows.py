@@ -232,7 +232,7 @@ def reduce_rows(
         largest=largest.squeeze(-1),
         log_total=log_total,
         entropy=log_total - expected,
-        top_ids=top_ids.to(ids.dtype),
+        top_ids=top_ids,
         top_log_probs=top_logits - largest - log_total[:, None],
         top_logits=top_logits,
         smallest=largest[:, :0],

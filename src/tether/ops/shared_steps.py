@@ -43,9 +43,8 @@ def project_sequences(pair: PolicyPair, ids: Tensor, state: TokenState, kl_bound
             geodesic = one_token_curves(new[part], old[part], state.kl[at], kl_bound)
             x = step[sequences[at]] * geodesic.scale
             constrained = torch.ones_like(x, dtype=torch.bool)
-            unit = width[sequences[at]]
             met = converged[sequences[at]]
-            projection = read_off(geodesic, x, constrained, met, new[part], ids[at], unit)
+            projection = read_off(geodesic, x, constrained, met, new[part], ids[at])
             state.put(at, projection._replace(step=step[sequences[at]]))
 
 

@@ -26,11 +26,9 @@ class TokenState(ProjectedTokens):
     constrained: Tensor
     """Whether the bound (and not the end of the curve) determines the step."""
     centred: Tensor
-    """Centred log-ratio of the sampled token, in units of `unit`."""
+    """Step times the centred log-ratio of the sampled token, which is of moderate size whatever its range."""
     variance: Tensor
-    """Variance of the log-ratio under the projection, in squared `unit`s."""
-    unit: Tensor
-    """Range of the log-ratio (of a sequence: the largest of its tokens); keeps variances finite."""
+    """Of the step times the log-ratio under the projection."""
 
     @classmethod
     def empty(cls, hidden: Tensor) -> TokenState:
@@ -38,7 +36,7 @@ class TokenState(ProjectedTokens):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         flags = {"projected": False, "certified": False, "uncertain": False, "constrained": False}
         flags["converged"] = True
-        values = {"step": 1.0, "unit": 1.0, "tail_mass": torch.nan, "old_log_probs": torch.nan}
+        values = {"step": 1.0, "tail_mass": torch.nan, "old_log_probs": torch.nan}
 
         def start(name: str) -> Tensor:
             if name in flags:
@@ -95,4 +93,3 @@ class ProjectedRows(NamedTuple):
     converged: Tensor
     centred: Tensor
     variance: Tensor
-    unit: Tensor

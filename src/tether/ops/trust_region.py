@@ -147,7 +147,7 @@ class _LinearTrustRegion(torch.autograd.Function):
                 old_rows = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
-        _check_values(state.kl)
+        _check_values(state)
         whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and sequences is None
         keep = whole and any(ctx.needs_input_grad[:3])
         ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
@@ -264,7 +264,7 @@ class Arrived(NamedTuple):
             pull, variance = (_sums(sequences, value)[sequences] for value in (pull, variance))
         # No variance: all mass on one outcome, and no direction that would change the divergence.
         held = state.constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
-        along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) / state.unit
+        along = torch.where(held, pull / torch.where(held, variance, 1.0), 0.0) * state.step
         acts = state.projected & ((sampled != 0) | (regression != 0) | (along != 0))
         log_prob = log_prob + torch.where(state.projected, zero, projected)
         at_ids = ids[:, None], log_prob[:, None]
@@ -296,8 +296,8 @@ def _sums(sequences: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(count).index_add_(0, sequences, values)
 
 
-def _check_values(kl: Tensor) -> None:
-    invalid = kl.isnan()
+def _check_values(state: TokenState) -> None:
+    kl, invalid = state.kl, state.kl.isnan() | ~state.log_sum.isfinite()
     if not may_ask(kl):
         torch._assert_async(~invalid.any(), "linear_trust_region: the logits hold NaN or infinity")
     elif bool(invalid.any()):

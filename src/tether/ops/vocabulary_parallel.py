@@ -17,7 +17,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
 from tether.ops.head import Head
-from tether.ops.linear import LinearLogProbs, evaluate
+from tether.ops.linear import LinearLogProbs, evaluate, wide_enough
 from tether.ops.rows import Reduced
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.projection.backend import Backend
@@ -100,7 +100,7 @@ def linear_log_probs(
         top_ids, top = None, None
         if top_k:
             top_ids, top = _merge_top_k(own, log_mass, alive, real, min(top_k, end), shard)
-            top_ids, top = top_ids.to(ids.dtype), top - log_total[:, None]
+            top_ids, top = top_ids.to(wide_enough(ids.dtype, shard.vocabulary_size)), top - log_total[:, None]
     return LinearLogProbs(
         log_probs=torch.where(possible, gathered, -torch.inf),
         log_sum_exp=largest + log_total,

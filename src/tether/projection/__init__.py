@@ -13,7 +13,7 @@ from tether.projection.gaussian import (
     project_diagonal_gaussian,
     project_gaussian,
 )
-from tether.projection.sampled import SampledPolicy, truncated_weights
+from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs, SparseProjection, project_sparse
 from tether.projection.tokens import ProjectedTokens
 from tether.settings import LagBound, TROLLSettings
@@ -39,5 +39,4 @@ __all__ = [
     "project_diagonal_gaussian",
     "project_gaussian",
     "project_sparse",
-    "truncated_weights",
 ]

@@ -27,6 +27,9 @@ LARGEST_OFFSET = 16.0
 LARGEST_CHANGE = {torch.float32: 1e-2, torch.float64: 1e-4}
 # Newton's method on the series, whose start is off by a few per cent.
 SERIES_STEPS = 6
+# By how much the series may miss the bound, a share of it and in nats, once that method has converged: it is
+# computed in float64.
+LARGEST_MISS, ROUNDING = 1e-9, 64 * torch.finfo(torch.float64).eps
 
 Rows = slice | Tensor
 
@@ -129,6 +132,8 @@ class AnchoredCurve:
             log_prob = self.log_old[rows[pending]].double() - value
             inside = sound & (step > 0) & (step < 1)
             met = inside & (series.change(delta) <= LARGEST_CHANGE[self.old.dtype])
+            # A guess so near the old policy that its divergence is rounding alone leads nowhere.
+            met &= (kl - self.kl_bound).abs() <= LARGEST_MISS * self.kl_bound + ROUNDING
             near = ((step * mean).abs() <= FAR) & (log_prob > SMALLEST) & (variance > 0)
             latest = torch.stack((step, log_prob, mean, variance, kl, (met & near).double()))
             found = latest if found is None else found.index_copy_(1, pending, latest)

@@ -184,14 +184,17 @@ def _implicit_gradient(
     """Gradient with respect to the new log-probabilities of projected regions.
 
     dL/dz = s [g - pi sum(g) - (sum(g c) / sum(pi c^2)) pi c] with c = z - E[z]. The last term takes
-    out the direction that would change the divergence, which the constraint holds fixed.
+    out the direction that would change the divergence, which the constraint holds fixed; c is given up to a
+    factor, the same for all tokens of a region.
     """
     # A projected probability of zero is constant: whatever arrives for it goes nowhere.
     pulled = where(free, upstream, 0.0)
     # No variance: all mass on one outcome, and no direction that would change the divergence.
     constrained = constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
     along = torch.where(constrained, (pulled * centred).sum((-1, -2)) / variance, 0.0)
-    drop = torch.addcmul(pulled.sum(-1, keepdim=True), along[:, None, None], centred).mul_(probs)
+    # The probability first: where it is zero, the other two may be as large as a float32 can be.
+    drop = torch.mul(probs, centred).mul_(along[:, None, None])
+    drop.addcmul_(probs, pulled.sum(-1, keepdim=True))
     inner = torch.sub(pulled, drop, out=drop).mul_(step[:, None, None])
     return where(moved, where(free, inner, 0.0), upstream)
 

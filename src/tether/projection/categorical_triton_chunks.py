@@ -114,7 +114,7 @@ def project_wide_backward_kernel(
             column, start, ratio, free = _chunk(new, old, curve, first, outcomes, BLOCK)
             pulled = tl.where(free, tl.load(upstream + column, mask=free, other=0.0), 0.0)
             probs = tl.exp(start + x * ratio - largest - total)
-            centred = tl.where(column < outcomes, ratio - mean, 0.0)
+            centred = tl.where(column < outcomes, ratio - mean, 0.0) * x
             variance += tl.sum(probs * centred * centred, 0)
             along += tl.sum(pulled * centred, 0)
             arrived += tl.sum(pulled, 0)
@@ -125,7 +125,7 @@ def project_wide_backward_kernel(
             column, start, ratio, free = _chunk(new, old, curve, first, outcomes, BLOCK)
             pulled = tl.load(upstream + column, mask=free, other=0.0)
             probs = tl.exp(start + x * ratio - largest - total)
-            inner = (pulled - (arrived + along * (ratio - mean)) * probs) * s
+            inner = (pulled - arrived * probs - along * (x * (ratio - mean) * probs)) * s
             tl.store(grad + column, tl.where(free, inner, 0.0), mask=column < outcomes)
     else:
         for first in range(0, outcomes, BLOCK):

@@ -70,13 +70,14 @@ def project_backward_kernel(
         old_row = tl.load(old + at, mask=inside, other=float("-inf"))
         start, ratio, scale, free, _, _ = _geodesic(new_row, old_row, inside, limit, TINY)
         s = tl.load(step + row)
-        _, probs = _normalised(start + s * scale * ratio)
-        centred = tl.where(inside, ratio - tl.sum(probs * ratio, 0), 0.0)
+        x = s * scale
+        _, probs = _normalised(start + x * ratio)
+        centred = tl.where(inside, ratio - tl.sum(probs * ratio, 0), 0.0) * x
         variance = tl.sum(probs * centred * centred, 0)
         pulled = tl.where(free, arrived, 0.0)
         along = tl.sum(pulled * centred, 0) / tl.maximum(variance, TINY)
         along = tl.where((tl.load(constrained + row) != 0) & (variance > TINY * 1e6), along, 0.0)
-        inner = (pulled - (tl.sum(pulled, 0) + along * centred) * probs) * s
+        inner = (pulled - tl.sum(pulled, 0) * probs - along * (centred * probs)) * s
         arrived = tl.where(free, inner, 0.0)
     tl.store(grad + at, arrived, mask=inside)
 

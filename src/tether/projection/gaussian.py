@@ -315,6 +315,8 @@ def _check(
     for name, value in (("", scale), ("old_", old_scale)):
         _check_scale(name, value, mean, matrix=matrix)
     for name, value in (("mean", mean), ("old_mean", old_mean)):
+        if not value.is_floating_point():
+            raise InvalidInputError(f"{name} must be floating point, got {value.dtype}.")
         if not bool(torch.isfinite(value).all()):
             raise InvalidInputError(
                 f"{name} holds NaN or infinity. Look for a learning rate that destroyed the network."
@@ -324,6 +326,8 @@ def _check(
 def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> None:
     size = mean.shape[-1]
     name = f"{prefix}scale_tril" if matrix else f"{prefix}scale"
+    if not scale.is_floating_point():
+        raise InvalidInputError(f"{name} must be floating point, got {scale.dtype}.")
     trailing, wanted = (2, "[..., W, W]") if matrix else (1, "[..., W]")
     if scale.shape[-trailing:] != (size,) * trailing or not _broadcasts(scale.shape[:-trailing], mean):
         raise InvalidInputError(
@@ -331,8 +335,7 @@ def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> N
             f"{tuple(mean.shape)}, got {tuple(scale.shape)}."
         )
     diagonal = scale.diagonal(dim1=-2, dim2=-1) if matrix else scale
-    # A sum is finite only if all its terms are.
-    if not bool(torch.isfinite(scale.sum()) & (diagonal > 0).all()):
+    if not bool(torch.isfinite(scale).all() & (diagonal > 0).all()):
         raise InvalidInputError(
             f"{name} must be finite with a positive {'diagonal' if matrix else 'value everywhere'}; its "
             f"smallest is {diagonal.min().item():.3g}. Parametrise it with softplus plus a minimum."

@@ -320,11 +320,12 @@ def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tenso
     change = factor.double() @ factor.double().mT - old_cov
     distance = change.square().sum((-1, -2))
     active = distance > bound
-    step = (bound / torch.where(active, distance, 1.0)).sqrt()
-    step = torch.where(active, step, 0.0)[:, None, None]
-    projected = torch.linalg.cholesky(old_cov + step * change)
-    output = torch.where(active[:, None, None], projected.to(factor.dtype), factor)
-    return output, distance.detach(), torch.ones_like(active)
+    step = (bound / torch.where(active, distance, 1.0)).sqrt()[:, None, None]
+    # Rows inside the bound are not factored: their covariance may be singular to rounding.
+    identity = torch.eye(factor.shape[-1], dtype=old_cov.dtype, device=factor.device)
+    moved = torch.where(active[:, None, None], old_cov + step * change, identity)
+    projected = torch.linalg.cholesky(moved).to(factor.dtype)
+    return torch.where(active[:, None, None], projected, factor), distance.detach(), torch.ones_like(active)
 
 
 def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:

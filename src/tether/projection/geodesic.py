@@ -76,11 +76,15 @@ class Geodesic:
         return torch.addcmul(self.old, x[:, None, None], self.ratio)
 
     def at(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """log pi_x, pi_x, the centred ratio and its variance summed over the region's tokens."""
+        """log pi_x, pi_x, the centred tilt x (u - E[u]) and its variance summed over the region's tokens.
+
+        At the bound that variance is near twice the bound, whatever the log-ratio's range; of u alone it can
+        be too small for a float32, where one outcome that is all but impossible sets the range.
+        """
         curve = self._curve(x)
         largest, log_sum, probs = log_partition(curve)
         centred = self.ratio - (probs * self.ratio).sum(-1, keepdim=True)
-        centred = where(self.counted, centred, 0.0)
+        centred = where(self.counted, centred.mul_(x[:, None, None]), 0.0)
         variance = (probs * centred).mul_(centred).sum((-1, -2))
         return (
             curve.sub_(largest).sub_(log_sum),

@@ -16,7 +16,7 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
 from tether.projection.support import rising, trim_to_mass
-from tether.settings import check_support_size, is_number
+from tether.settings import check_support_size
 
 #: Rounding of an engine's own arithmetic, float32: a log-softmax over 10^5 ids is off by up to 1e-4, the same
 #: for all ids of a row, and that twice is allowed for.
@@ -90,17 +90,20 @@ class SampledPolicy:
                 that does not hold it or not all of the mass.
         """
         _check_shapes(sampled_ids, ids, log_probs, mask, sampled_log_probs)
+        if not ids.shape[-1] and sampled_log_probs is not None:  # the drawn tokens are all that is known
+            ids, log_probs = sampled_ids[..., None], sampled_log_probs[..., None]
         counted = mask > 0
         precision = torch.finfo(log_probs.dtype).eps
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
         log_probs = log_probs.detach().to(dtype)
         _refuse_broken(ids, sampled_ids, log_probs, sampled_log_probs, counted, vocabulary_size)
-        held = (ids != EMPTY) & (log_probs.float().exp() > 0) & counted[..., None]
+        given = (ids != EMPTY) & counted[..., None]
+        held = given & (log_probs.float().exp() > 0)
+        log_tail_min = _least(log_tail_min, log_probs, given & ~held)
         ids = torch.where(held, ids, EMPTY).long()
         log_probs = torch.where(held, log_probs, -torch.inf)
-        ids, log_probs = _with_sampled(
-            ids, log_probs, sampled_ids, sampled_log_probs, counted, truncated, precision
-        )
+        drawn = sampled_ids, sampled_log_probs
+        ids, log_probs = _with_sampled(ids, log_probs, *drawn, counted, truncated, precision)
         _refuse_wrong_mass(log_probs, counted, truncated, precision)
         if truncated:
             log_probs = log_probs - torch.where(counted, log_probs.logsumexp(-1), 0.0)[..., None]
@@ -132,6 +135,7 @@ class SampledPolicy:
         ids = support.ids.gather(-1, order)
         kept = (trim_to_mass(ids, log_probs, mass) != EMPTY) | (ids == self.sampled_ids[..., None])
         kept = (kept | self.truncated[..., None]) & (ids != EMPTY)
+        least = _least(support.log_tail_min, log_probs, ~kept & (ids != EMPTY))
         left_out = torch.where(kept, -torch.inf, log_probs).logsumexp(-1)
         log_tail = torch.logaddexp(support.log_tail, left_out)
         width = max(1, int(kept.sum(-1).max())) if kept.numel() else 1
@@ -141,7 +145,7 @@ class SampledPolicy:
             torch.where(kept, ids.gather(-1, order), EMPTY),
             torch.where(kept, log_probs.gather(-1, order), -torch.inf),
             log_tail,
-            support.log_tail_min,
+            least,
         )
         return replace(self, support=trimmed)
 
@@ -182,9 +186,8 @@ class SampledPolicy:
     def to(self, device: torch.device) -> SampledPolicy:
         """The same on another device."""
         of = self.support
-        least = None if of.log_tail_min is None else of.log_tail_min.to(device)
+        least, lag = (None if value is None else value.to(device) for value in (of.log_tail_min, self.lag))
         support = SparseLogProbs(of.ids.to(device), of.log_probs.to(device), of.log_tail.to(device), least)
-        lag = None if self.lag is None else self.lag.to(device)
         return SampledPolicy(support, self.sampled_ids.to(device), lag)
 
     def __getitem__(self, rows: Any) -> SampledPolicy:
@@ -205,40 +208,15 @@ def renormalise(new: SparseLogProbs, truncated: Tensor) -> SparseLogProbs:
     )
 
 
-def truncated_weights(
-    log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, *, largest: float = 2.0
-) -> Tensor:
-    """min(pi_prox / mu, largest) of each token, [B, T]: what weighs the decoupled form's policy gradient.
-
-    The decoupled form projects around a recent policy of the trainer's, pi_prox, and corrects for the sampler
-    mu by this weight, a constant of the update: pass it as ``policy_weights``.
-
-    Args:
-        log_probs: of the drawn tokens under the proximal policy, [B, T].
-        sampler_log_probs: of the same tokens under the sampler, [B, T].
-        mask: [B, T]; 1 where it is zero.
-        largest: truncation; 2 is the default of verl's ``rollout_is_threshold`` and of ms-swift's
-            ``rollout_importance_sampling_threshold``; `math.inf` for none.
-
-    Raises:
-        InvalidInputError: a truncation that is not positive.
-
-    Source: the decoupled objective, PPO-EWMA (arXiv 2110.00641) and AReaL (arXiv 2505.24298); truncated
-    importance sampling, Ionides, "Truncated importance sampling" (2008).
-
-    Example:
-        >>> import torch
-        >>> prox, mu = torch.tensor([[0.5, 0.1]]).log(), torch.tensor([[0.1, 0.2]]).log()
-        >>> truncated_weights(prox, mu, torch.ones(1, 2)).tolist()
-        [[2.0, 0.5]]
-    """
-    if not (is_number(largest) and largest > 0):
-        raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
-    log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
-    return log_ratio.exp().clamp_max(largest)
-
-
 # ---------------------------------------------------------------------- what is refused
+
+
+def _least(log_tail_min: Tensor | None, log_probs: Tensor, joins: Tensor) -> Tensor | None:
+    """The smallest log-probability in the tail once some outcomes have joined it, [B, T]; None if unknown."""
+    if log_tail_min is None or not log_probs.shape[-1]:
+        return log_tail_min
+    joined = torch.where(joins, log_probs, torch.inf).amin(-1)
+    return torch.minimum(log_tail_min, joined.to(log_tail_min.dtype))
 
 
 def _check_shapes(
@@ -284,8 +262,7 @@ def _refuse_broken(
     _refuse(
         counted & nan,
         "a reported log-probability is NaN",
-        "The engine's logits overflowed or were all masked; look there, or leave the sequence out of the "
-        "mask.",
+        "The engine's logits overflowed or were all masked; look there, or leave the sequence out.",
     )
     largest = torch.iinfo(ids.dtype).max if vocabulary_size is None else vocabulary_size - 1
     wrong = used & ((ids < 0) | (ids > largest))
@@ -310,14 +287,9 @@ def _refuse_broken(
 
 
 def _with_sampled(
-    ids: Tensor,
-    log_probs: Tensor,
-    sampled: Tensor,
-    own: Tensor | None,
-    counted: Tensor,
-    truncated: bool,
+    ids: Tensor, log_probs: Tensor, sampled: Tensor, own: Tensor | None, counted: Tensor, truncated: bool,
     precision: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The drawn id has a slot in every counted row, with the log-probability it was drawn with."""
     there = ids == sampled[..., None]
     missing = counted & ~there.any(-1)
@@ -377,11 +349,9 @@ def _refuse_wrong_mass(log_probs: Tensor, counted: Tensor, truncated: bool, prec
         _refuse(
             counted & (mass < 1 - allowed),
             "the reported probabilities sum to {mass:.6f}, but truncated=True says that nothing else could "
-            "be "
-            "sampled (rounding: {allowed:.1e})",
+            "be sampled (rounding: {allowed:.1e})",
             "Ask for at least as many ids as sampling keeps (set top_k to at most that number), after "
-            "truncation; "
-            "or sample without truncation.",
+            "truncation; or sample without truncation.",
             mass=mass, allowed=allowed,
         )  # fmt: skip
 

@@ -83,13 +83,15 @@ class ProjectedTokens:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the tokens that count; 0 if none does."""
-    mask = mask.to(values.dtype)
+    # In half precision, more than a few hundred tokens cannot be counted.
+    mask = mask.to(torch.promote_types(values.dtype, torch.float32))
     # Not values * mask: what is masked may be infinite.
     return torch.where(mask > 0, values, 0.0).mul(mask).sum() / mask.sum().clamp_min(1)
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Maximum over the tokens that count; 0 if none does (for quantities that are never negative)."""
-    if values.numel() == 0:
+    """Maximum over the tokens that count; 0 if none does."""
+    kept = torch.where(mask > 0, values, -torch.inf)
+    if kept.numel() == 0:
         return values.new_zeros(())
-    return torch.where(mask > 0, values, 0.0).amax()
+    return torch.where((mask > 0).any(), kept.amax(), 0.0)
