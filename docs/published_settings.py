@@ -251,6 +251,10 @@ BESIDES = (
     ("Meta-World", "tasks of version 2, MuJoCo 2", "version 3, MuJoCo 3.3"),
     ("BBRL on Meta-World", "the context leaves out what is the same at every start",
      "the whole first observation"),
+    ("BBRL's pull to the projection",
+     "of the mean alone where all contexts share a covariance, in boschresearch/trust-region-layers; the "
+     "authors' fork of it was not read. The covariance is set to its projection after an iteration",
+     "of mean and covariance; the covariance is set to its projection as well"),
     ("BBRL on Hopper Jump", "no settings published",
      "`hopper-jump-sparse-bbrl`: TCE's with the baseline's epochs, learning rate and pull from Meta-World"),
 )  # fmt: skip

@@ -22,11 +22,9 @@ from tether.episodic.commands import film_run, summarise_evaluation
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.evaluate import Evaluation
 from tether.episodic.options import (
-    CompareConfig,
     EvalConfig,
     RenderConfig,
     TrainConfig,
-    comparison_runs,
     defaults_for,
     train_config,
 )
@@ -113,33 +111,6 @@ def test_typed_options_override_the_preset(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen[1].settings == replace(preset("hopper-jump-paper"), iterations=5, episodes=2)
 
 
-def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also where the preset itself has keywords for the environment."""
-    config = CompareConfig(tmp_path, preset="metaworld-quick:reach-v3", seeds=(0, 4), iterations=9)
-    runs = comparison_runs(config)
-    assert [(run.settings.algo, run.settings.seed) for run in runs] == [
-        ("tce", 0),
-        ("tce", 4),
-        ("bbrl", 0),
-        ("bbrl", 4),
-    ]
-    seen: list[TrainConfig] = []
-
-    def note(config: TrainConfig) -> RunFolder:
-        seen.append(config)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr(commands, "train_command", note)
-    with_keywords = CompareConfig(tmp_path, preset="hopper-jump-sparse-long", seeds=(1,))
-    runs += comparison_runs(with_keywords)
-    for one in runs:
-        assert tether("episodic", "train", *commands._job(one).command[5:]) == 1
-    assert seen == runs
-    assert seen[-1].settings.env_options == {"show_memory": True}
-
-
 def test_runs_do_not_share_a_default_folder() -> None:
     folders = {
         replace(options, settings=replace(options.settings, seed=seed)).folder()
@@ -173,6 +144,16 @@ def test_wrong_names_are_one_message_that_says_what_is_known(
     assert not (tmp_path / "run").exists()
 
 
+def test_nothing_typed_is_the_quick_demo() -> None:
+    assert defaults_for([]) == train_config()
+    assert train_config().preset == "hopper-jump-quick"
+
+
+@pytest.mark.parametrize("option", ["--env", "--env-id", "--env_id"])
+def test_an_environment_is_found_however_its_option_is_spelt(option: str) -> None:
+    assert defaults_for([option, POINT]) == defaults_for([f"{option}={POINT}"]) == train_config(env=POINT)
+
+
 def test_defaults_are_found_where_options_are_typed_with_an_equals_sign() -> None:
     assert defaults_for(["--algo=bbrl", "--preset=hopper-jump-quick"]) == train_config(
         "hopper-jump-bbrl-quick"
@@ -184,12 +165,6 @@ def test_a_run_that_would_stop_before_its_first_iteration_is_refused(tmp_path: P
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="until must be at least 1, got 0"):
         replace(train_config(env=POINT), until=0)
-
-
-@pytest.mark.parametrize("config", [{"algos": ()}, {"seeds": (1, 1)}, {"jobs": 0}])
-def test_a_comparison_of_nothing_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        CompareConfig(**config)
 
 
 # What is written.
@@ -305,33 +280,6 @@ def test_success_is_shown_only_where_the_task_is_judged_by_it(
     settings = {"headline": headline}
     RunFolder.create(tmp_path / "a", kind="episodic", label="tce", seed=0, settings=settings).close()
     assert set(commands.shown_numbers(tmp_path / "a", {"success": 0.0, "kl": 1.0})) == shown
-
-
-def test_a_comparison_trains_every_algorithm_once_and_reports(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    runs = commands.compare_command(CompareConfig(tmp_path, env=POINT, seeds=(3,), iterations=2, episodes=4))
-    assert runs == [tmp_path / "tce-seed3", tmp_path / "bbrl-seed3"]
-    tce, bbrl = (content(run) for run in runs)
-    assert [len(tce[0]), len(bbrl[0])] == [2, 2]
-    assert tce != bbrl
-    logs = [path.read_bytes() for path in sorted(tmp_path.glob("*.log"))]
-    words = (
-        "--env",
-        POINT,
-        "--seeds",
-        "3",
-        "--iterations",
-        "2",
-        "--episodes",
-        "4",
-        "--output",
-        str(tmp_path),
-    )
-    assert tether("episodic", "compare", *words) == 0  # nothing is left to do but the report
-    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.log"))] == logs
-    assert "Report: file:" in capfd.readouterr().out
-    assert (tmp_path / "report" / "report.html").is_file()
 
 
 # What is refused.

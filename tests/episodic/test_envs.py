@@ -245,6 +245,26 @@ def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:
     np.testing.assert_allclose(episode.positions[250, :3], path[249, :3], atol=0.02)
 
 
+def test_a_box_that_only_passes_its_target_succeeds_at_some_step_and_not_at_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_position_controlled("tether/BoxPushingDense-v0") as env:
+        start = env.reset(3)
+        still = np.tile(start.position, (env.horizon, 1))
+        inner: Any = env.env.unwrapped
+        advance, away = inner._advance, inner.data.qpos[9:].copy()
+
+        def passing(action: np.ndarray) -> Any:
+            on_target = inner.model.body_pos[inner._target], inner.model.body_quat[inner._target]
+            inner.data.qpos[9:] = np.concatenate(on_target) if inner._steps == 50 else away
+            inner.data.qvel[7:] = 0.0
+            return advance(action)
+
+        monkeypatch.setattr(inner, "_advance", passing)
+        episode = env.execute(3, still, np.zeros_like(still))
+    assert (episode.success, episode.success_any) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("env_id", "options", "message"),
     [

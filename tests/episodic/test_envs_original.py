@@ -47,13 +47,12 @@ def replay(
         recording["actions"] = np.where(chosen, np.nextafter(actions, 0.0), actions)
     env = gymnasium.make(env_id)
     observations = [env.reset(seed=int(recording["seeds"]))[0]]
-    rewards, success, info = [], False, {}
+    rewards, info = [], {}
     for t, action in enumerate(recording["actions"]):
         before_step(env.unwrapped, t)
         observation, reward, _, _, info = env.step(action)
         observations.append(observation)
         rewards.append(float(reward))
-        success |= bool(info.get("success", False))
     length = int(recording["lengths"])
     return Replay(
         recording["observations"][: length + 1],
@@ -61,7 +60,7 @@ def replay(
         {key: float(value) for key, value in recording.items() if np.ndim(value) == 0},
         np.array(observations)[: length + 1],
         np.array(rewards),
-        success,
+        bool(info.get("success", False)),
         info,
     )
 

@@ -175,6 +175,14 @@ def test_onnx_that_is_not_installed_is_named_first(run, tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("output", ["taken", "taken/below"])
+def test_an_output_that_is_a_file_is_refused_before_anything_is_computed(run, tmp_path, monkeypatch, output):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr(export, "load_learner", None)
+    with pytest.raises(ConfigError, match=r"must be a folder, but .*/taken is a file"):
+        export_run(ExportConfig(run, output=tmp_path / output, formats=()))
+
+
 def test_an_export_of_nothing_is_refused(run):
     with pytest.raises(ConfigError, match="at least one file"):
         ExportConfig(run, formats=(), motions=0)

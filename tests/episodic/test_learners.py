@@ -422,6 +422,9 @@ def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
         EpisodicConfig(ENV, num_workers=-1)
     with pytest.raises(ConfigError, match=r"mean_bound and cov_bound must be positive.*-1"):
         TrustRegionConfig(mean_bound=-1)
+    for weight in (-1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=rf"regression_weight finite and not negative.* {weight}\."):
+            TrustRegionConfig(regression_weight=weight)
     with pytest.raises(ConfigError, match=r"final_learning_rate_fraction must lie in \(0, 1\]"):
         UpdateConfig(final_learning_rate_fraction=0.0)
     with pytest.raises(ConfigError, match="cut at 2 points or more, got segment_points=0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,21 +107,24 @@ def test_a_resumed_run_with_its_replay_takes_the_course_of_an_unbroken_one(tmp_p
 # ---------------------------------------------------------------------- targets
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_n_step_returns_are_those_of_a_plain_loop(gamma: float) -> None:
+@pytest.mark.parametrize("gamma", [1.0, 0.99, 0.95, 0.9, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_n_step_returns_are_those_of_a_plain_loop(gamma: float, dtype: torch.dtype) -> None:
+    """500 steps, after which a discount from the episode's start is nothing in float32."""
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(3, 7, dtype=torch.float64, generator=generator)
-    values = torch.randn(3, 8, dtype=torch.float64, generator=generator)
-    discounts = gamma ** torch.arange(0.0, 16.0, 2.0, dtype=torch.float64)
-    cut = Cut(torch.tensor([1, 3, 5]), 2)
-    found = n_step_returns(rewards, values, discounts, cut)
+    steps = torch.tensor([*range(0, 500, 5), 500])
+    rewards, values = (torch.randn(3, size, dtype=dtype, generator=generator) for size in (100, 101))
+    cut = Cut(torch.tensor([3, 35, 67]), 32)
+    found = n_step_returns(rewards, values, steps, gamma, cut)
+    # Of a sum of 33 products: as many roundings, of terms up to 4.
+    within = 33 * 4 * torch.finfo(dtype).eps
     for episode in range(3):
         for segment, start in enumerate(cut.starts.tolist()):
             total = 0.0
             for i in range(1, cut.length + 1):
-                total += gamma ** (2 * (i - 1)) * rewards[episode, start + i - 1].item()
-                expected = total + gamma ** (2 * i) * values[episode, start + i].item()
-                assert found[episode, segment, i - 1].item() == pytest.approx(expected, abs=1e-12)
+                total += gamma ** (5 * (i - 1)) * rewards[episode, start + i - 1].item()
+                expected = total + gamma ** (5 * i) * values[episode, start + i].item()
+                assert found[episode, segment, i - 1].item() == pytest.approx(expected, abs=within)
 
 
 def test_what_a_piece_earns_is_discounted_to_its_beginning(sampler: EpisodeSampler) -> None:
@@ -287,6 +291,8 @@ def test_any_preset_can_be_learned_off_policy() -> None:
         (lambda: ReplayConfig(gamma=1.1), "gamma"),
         (lambda: SegmentCriticConfig(width=10, heads=4), "heads=4"),
         (lambda: SegmentCriticConfig(learning_rate=0.0), "learning_rate"),
+        (lambda: SegmentCriticConfig(learning_rate=math.inf), "learning_rate"),
+        (lambda: small_config(learning_rate=math.inf), "learning_rate"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change: Any, message: str) -> None:

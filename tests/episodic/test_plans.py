@@ -97,8 +97,43 @@ def test_a_moving_robot_keeps_its_velocity_and_the_limits():
     assert first.velocities[0] == pytest.approx(state[2].numpy(), abs=1e-3)
 
 
-def test_replanning_goes_on_without_a_jump():
+@pytest.mark.parametrize("seed", range(4))
+def test_from_a_state_in_motion_a_thousandth_faster_is_too_fast(seed):
+    """The limits are looked up in steps of their own, finer than those of the search."""
+    motion, weights, position, velocity = problem(seed=seed, still=False)
+    limits = MotionLimits(velocity=1.05 * max(velocity.abs().max().item(), 0.5), acceleration=20.0)
+    plan = plan_motion(motion, weights, position, velocity, DT, 2.0, limits=limits)
+    assert plan.slowed > 1.01
+
+    def worst(slowed):
+        slower = ProDMP(replace(CONFIG, tau=CONFIG.tau * slowed), 2)
+        times = np.linspace(0.0, 2.0 * slowed, 2501)
+        positions, velocities = slower.trajectory(weights, position, velocity, times)
+        accelerations = slower.accelerations(weights, position, positions, velocities, times)
+        return max(velocities.abs().max() / limits.velocity, accelerations.abs().max() / limits.acceleration)
+
+    # DT does not divide the slowed motion, and the row past its end may ask for up to a step more.
+    step = 1 + DT / (2.0 * plan.slowed)
+    assert worst(plan.slowed) <= 1 + 1e-4
+    assert worst(plan.slowed / step * (1 - 2e-3)) > 1
+
+
+def test_a_robot_that_moves_while_the_delay_holds_its_position_is_refused():
+    """It would have to stand still at once, and to set out with that velocity at once."""
     motion, weights, position, velocity = problem(CONFIGS[2], still=False)
+    with pytest.raises(InvalidInputError, match=r"delay of 0\.3 s, but at start_time=0\.0 the robot moves"):
+        plan_motion(motion, weights, position, velocity, DT, 2.0, limits=MotionLimits(acceleration=10.0))
+    with pytest.raises(InvalidInputError, match=r"start_time=0\.2 the robot moves"):
+        plan_motion(motion, weights, position, velocity, DT, 2.0, start_time=0.2, goal_from=position)
+    still = plan_motion(motion, weights, position, 0 * velocity, DT, 2.0)
+    assert np.array_equal(still.positions[:14], np.tile(position.numpy(), (14, 1)))
+    state = weights, position, velocity
+    later = plan_motion(motion, *state, 1e-6, 2.0, start_time=1.99999, goal_from=position)
+    assert later.velocities[0] == pytest.approx(velocity.numpy(), abs=1e-3)
+
+
+def test_replanning_goes_on_without_a_jump():
+    motion, weights, position, velocity = problem(CONFIGS[2])
     whole = plan_motion(motion, weights, position, velocity, DT, 2.0)
     here = 39  # the state after 40 steps
     state = torch.from_numpy(whole.positions[here]), torch.from_numpy(whole.velocities[here])
@@ -193,6 +228,40 @@ def test_limits_of_another_robot():
     motion, *state = problem()
     with pytest.raises(ConfigError, match="2 degrees of freedom, but velocity has 3"):
         plan_motion(motion, *state, DT, 2.0, limits=MotionLimits(velocity=(1.0, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weights": torch.zeros(1, 10)}, r"weights must be \[10\], of one motion; got \[1, 10\]"),
+        ({"weights": torch.zeros(9)}, r"weights must be \[10\], of one motion; got \[9\]"),
+        ({"weights": torch.full((10,), math.nan)}, r"weights must hold finite numbers, got \[nan"),
+        ({"position": torch.zeros(1, 2)}, r"position must be \[2\], of one motion; got \[1, 2\]"),
+        ({"velocity": torch.tensor([0.0, math.inf])}, r"velocity must hold finite numbers, got \[0\.0, inf"),
+        ({"velocity": torch.zeros(3)}, r"velocity must be \[2\]"),
+        ({"goal_from": torch.zeros(3)}, r"goal_from must be \[2\], of one motion; got \[3\]"),
+        ({"goal_from": torch.full((2,), math.nan)}, "goal_from must hold finite numbers"),
+    ],
+)
+@pytest.mark.parametrize("limits", [None, MotionLimits(velocity=1.0)])
+def test_what_is_no_state_of_this_robot_is_named(values, message, limits):
+    motion, weights, position, velocity = problem(CONFIGS[1])
+    given = {"weights": weights, "position": position, "velocity": velocity} | values
+    with pytest.raises(InvalidInputError, match=message):
+        plan_motion(motion, **given, dt=DT, duration=2.0, limits=limits)
+
+
+def test_weights_straight_from_a_network_are_planned():
+    motion, weights, *state = problem()
+    plan = plan_motion(motion, weights.clone().requires_grad_(), *state, DT, 2.0)
+    assert np.array_equal(plan.positions, plan_motion(motion, weights, *state, DT, 2.0).positions)
+
+
+@pytest.mark.parametrize("limits", [MotionLimits(velocity=1e-9), MotionLimits(acceleration=1e-300)])
+def test_limits_that_make_a_motion_endless_are_refused(limits):
+    motion, *state = problem()
+    with pytest.raises(MotionLimitError, match=r"times slower, .* more than 1,000,000 steps of 0\.02 s"):
+        plan_motion(motion, *state, DT, 2.0, limits=limits)
 
 
 @pytest.mark.parametrize("times", [{"dt": 0.0}, {"duration": -1.0}, {"start_time": 2.5}])

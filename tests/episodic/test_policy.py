@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -100,6 +102,9 @@ def test_refuses_what_makes_no_sense() -> None:
         PolicyConfig(min_std=2.0)
     with pytest.raises(ConfigError, match=r"init_std is at most 500, got 800\.0.*weights_scale"):
         PolicyConfig(init_std=800.0)
+    for gain in (math.nan, math.inf):
+        with pytest.raises(ConfigError, match=f"mean_gain must be a finite number, got {gain}"):
+            PolicyConfig(mean_gain=gain)
     with pytest.raises(ConfigError, match="activation is one of"):
         GaussianPolicy(PolicyConfig(activation="sine"), 3, 5, generator=torch.Generator())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="sizes of at least 1"):

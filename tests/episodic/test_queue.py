@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tether.episodic.commands import train_command
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.options import CompareConfig
-from tether.episodic.queue import Study, queue_command, read_queue
+from tether.episodic.queue import Study, check_table, queue_command, read_queue
 from tether.errors import ConfigError
 from tether.experiments import RunFolder, StudyTable
 from tether.kinds import KINDS
@@ -159,6 +160,37 @@ def test_a_queue_is_trained_in_pieces_and_keeps_the_longest_of_what_it_measured(
     elsewhere = CompareConfig(tmp_path / "elsewhere", queue=queue, results=table, jobs=1)
     queue_command(elsewhere)
     assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
+
+
+def test_runs_of_a_queue_with_other_settings_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tether.episodic.queue.train_all", lambda runs, config: [train_command(run) for run in runs]
+    )
+    queue, table = tmp_path / "queue.yaml", tmp_path / "small.csv"
+    queue.write_text(f"- {{preset: 'queue_presets:point', until: 1, settings: {SMALL}}}")
+    config = CompareConfig(tmp_path / "runs", queue=queue, results=table)
+    queue_command(config)
+    before = table.read_bytes()
+    longer = queue.read_text().replace("until: 1", "until: 3")
+    queue.write_text(longer.replace("{episodes: 4", "{episodes: 5"))
+    told = "was run with other settings .episodes: 4 there, 5 here.*another"
+    with pytest.raises(ConfigError, match=f"runs/queue_presets-point/tce-seed0 {told} output folder"):
+        queue_command(config)
+    elsewhere = replace(config, output=tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"small\.csv/queue_presets-point/tce-seed0 {told} table"):
+        queue_command(elsewhere)
+    assert table.read_bytes() == before
+    assert not elsewhere.output.exists()
+
+
+def test_the_kept_runs_of_the_repository_are_those_of_their_queue() -> None:
+    results = ROBOTS.parent / "results" / "robots"
+    studies = read_queue(ROBOTS / "long.yaml")
+    table = StudyTable(results / "long.csv", KINDS)
+    assert sum(len(table.runs(study.name)) for study in studies) == len(table.select()) >= 6
+    check_table(studies, table)
 
 
 def test_a_table_without_a_queue_and_no_time_at_all_are_refused(tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def test_a_comparison_sets_it_beside_a_built_in_one(tmp_path: Path) -> None:
     from tether.episodic.options import CompareConfig, comparison_runs
 
     runs = comparison_runs(
-        CompareConfig(tmp_path, "hopper-jump-quick", algos=("tce", "own_algorithm:OffPolicy"), seeds=(0, 1))
+        CompareConfig(
+            tmp_path, preset="hopper-jump-quick", algos=("tce", "own_algorithm:OffPolicy"), seeds=(0, 1)
+        )
     )
     own, tce = runs[2].settings, runs[0].settings
     assert (own.env_id, own.motion, own.episodes) == (tce.env_id, tce.motion, tce.episodes)

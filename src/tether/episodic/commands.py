@@ -16,12 +16,13 @@ from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, Tra
 from tether.episodic.render import render_motions
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import load_config, load_learner, train
+from tether.episodic.train import MAY_CHANGE, config_of, load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
-from tether.experiments import RunFolder
-from tether.experiments.files import atomic_write_json
+from tether.experiments import RunConfig, RunFolder
+from tether.experiments.files import atomic_write_json, dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
+from tether.experiments.run_config import differences
 from tether.experiments.settings_file import write_settings
 from tether.experiments.statistics import (
     Interval,
@@ -225,11 +226,53 @@ def compare_command(config: CompareConfig) -> list[Path]:
         The run folders: algorithms in the order of the config, seeds within them.
 
     Raises:
-        ConfigError: no preset of one of the algorithms.
+        ConfigError: no preset of one of the algorithms; a run of other settings in one of the folders.
         RunFailedError: a run ended before it was finished; the others are kept.
     """
-    train_all(comparison_runs(config), config)
-    return [run.folder() for run in comparison_runs(config)]
+    runs = comparison_runs(config)
+    check_folders(runs)
+    train_all(runs, config)
+    return [run.folder() for run in runs]
+
+
+def check_folders(runs: list[TrainConfig]) -> None:
+    """Refuse folders that hold other runs than those that are to be trained, or taken from them if finished.
+
+    Raises:
+        ConfigError: as `check_same_run`.
+        CheckpointError: not an episodic run.
+    """
+    for run in runs:
+        if (run.folder() / "config.json").is_file():
+            kept = RunFolder.open(run.folder())
+            check_same_run(kept.config, kept.path, run, "another output folder, or delete that run")
+
+
+def check_same_run(kept: RunConfig, path: Path, asked: TrainConfig, remedy: str) -> None:
+    """Refuse to take a run for one of other settings. Those that it is too old to know had their defaults.
+
+    Args:
+        kept: what the run was asked to do.
+        path: where it is.
+        asked: what it would be taken for.
+        remedy: what else the comparison may be given: "another output folder".
+
+    Raises:
+        ConfigError: another label, or settings that differ in more than what changes no number of a run.
+        CheckpointError: not an episodic run.
+    """
+    try:
+        known = config_of(kept, path)
+    except ConfigError as error:  # of a setting that there is no more
+        raise ConfigError(f"{path}: {error} Give the comparison {remedy}.") from error
+    # Through JSON, so that tuples and lists compare equal.
+    there, here = (
+        RunConfig(kept.kind, label, config.seed, load_json(dump_json(config.as_dict())))
+        for label, config in ((kept.label, known), (asked.label or asked.settings.algo, asked.settings))
+    )
+    if changed := differences(there, here, MAY_CHANGE):
+        listed = "; ".join(f"{name}: {old!r} there, {new!r} here" for name, (old, new) in changed.items())
+        raise ConfigError(f"{path} was run with other settings ({listed}). Give the comparison {remedy}.")
 
 
 def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:

@@ -128,9 +128,9 @@ class TrustRegionConfig:
     """Entropy per weight (nats) to which a lower bound falls linearly over training. None: no bound."""
 
     def __post_init__(self) -> None:
-        if not (self.mean_bound > 0 and self.cov_bound > 0 and self.regression_weight >= 0):
+        if not (self.mean_bound > 0 and self.cov_bound > 0 and 0 <= self.regression_weight < math.inf):
             raise ConfigError(
-                "mean_bound and cov_bound must be positive and regression_weight not negative, got "
+                "mean_bound and cov_bound must be positive, regression_weight finite and not negative; got "
                 f"{self.mean_bound}, {self.cov_bound} and {self.regression_weight}."
             )
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
@@ -305,7 +305,7 @@ class OffPolicyConfig(GaussianConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.learning_rate > 0 and self.epochs >= 1 and 0 < self.polyak <= 1):
+        if not (0 < self.learning_rate < math.inf and self.epochs >= 1 and 0 < self.polyak <= 1):
             raise ConfigError(
                 "Needed: learning_rate > 0, epochs >= 1 and polyak in (0, 1]; got "
                 f"{self.learning_rate}, {self.epochs}, {self.polyak}."

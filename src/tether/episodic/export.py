@@ -28,7 +28,7 @@ from tether.episodic.plans import Plan, plan_motion
 from tether.episodic.prodmp import MotionBasis
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import load_config, load_learner
-from tether.errors import CheckpointError, MissingDependencyError
+from tether.errors import CheckpointError, ConfigError, MissingDependencyError
 from tether.experiments import RunFolder
 from tether.experiments.files import TEMPORARY_PREFIX, atomic_write_json
 
@@ -107,13 +107,15 @@ def export_run(config: ExportConfig) -> Path:
 
     Raises:
         CheckpointError: not an episodic run, no such checkpoint, or a file that does not repeat the run.
-        ConfigError: an algorithm that cannot be exported.
+        ConfigError: an algorithm that cannot be exported, or an output that is a file.
         MissingDependencyError: ONNX was asked for and is not installed.
         MotionLimitError: a motion for the CSV files that the limits forbid.
     """
     _check_installed(config.formats)
     settings = load_config(config.run)
     folder = config.output or config.run / "export"
+    if in_the_way := next((path for path in (folder, *folder.parents) if path.is_file()), None):
+        raise ConfigError(f"output={folder} must be a folder, but {in_the_way} is a file. Give another one.")
     with EpisodeSampler(settings.env_id, 0, 0, settings.env_options) as sampler:
         learner = load_learner(config.run, sampler.spec, config.step)
         starts = sampler.reset(seeds=evaluation_seeds(max(_CHECKED_STARTS, config.motions)))

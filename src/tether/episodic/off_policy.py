@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tether.episodic.config import OffPolicyConfig
 from tether.episodic.episodes import EnvSpec, Episodes, FloatArray
@@ -65,8 +65,6 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), config.critic.learning_rate)
         self.replay = Replay(of.capacity)
-        #: Discount of each of `steps`, from the start of the episode, [P + 1].
-        self._discounts = of.gamma ** self.steps.to(self.dtype)
 
     def parts(self) -> Mapping[str, Stateful]:
         names = ("policy", "slow_policy", "critic", "slow_critic", "state_statistics", "action_statistics",
@@ -130,7 +128,8 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         """Of the values [N] and of the returns [N, L], N being all segments of all episodes drawn."""
         values = self.slow_critic.values(states).amin(0)
         values[:, -1] = 0.0
-        returns = n_step_returns(self._scaled(drawn["rewards"]), values, self._discounts, cut)
+        rewards = self._scaled(drawn["rewards"])
+        returns = n_step_returns(rewards, values, self.steps, self.config.replay.gamma, cut)
         _, projected, _ = self._project(drawn["inputs"], self._old(drawn["inputs"]), progress)
         positions = self._restarts.positions(
             self._drawn_weights(projected), drawn["positions"], drawn["velocities"], cut
@@ -217,27 +216,28 @@ class Cut:
         return self.starts[:, None] + torch.arange(self.length)
 
 
-def n_step_returns(rewards: Tensor, values: Tensor, discounts: Tensor, cut: Cut) -> Tensor:
+def n_step_returns(rewards: Tensor, values: Tensor, steps: Tensor, gamma: float, cut: Cut) -> Tensor:
     """What the first i pieces of each segment earn, and what the state after them is worth, [E, S, L].
 
     Args:
         rewards: of each piece, discounted to its beginning, [E, P].
         values: of the states between them and after the last, [E, P + 1].
-        discounts: of each such state from the start of the episode, [P + 1].
+        steps: when those states are, [P + 1].
+        gamma: discount per step.
         cut: the segments.
 
     Source: n-step returns, TOP-ERL (arXiv 2410.09536, equation 7).
 
     Example:
         >>> rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.0, 10.0, 20.0, 0.0]])
-        >>> n_step_returns(rewards, values, torch.ones(4), Cut(torch.tensor([1]), 2)).tolist()
+        >>> n_step_returns(rewards, values, torch.arange(4), 1.0, Cut(torch.tensor([1]), 2)).tolist()
         [[[22.0, 6.0]]]
     """
-    earned = nn.functional.pad((rewards * discounts[:-1]).cumsum(-1), (1, 0))  # before each state
     ahead = cut.steps + 1
-    since = discounts[cut.starts, None]
-    total = (earned[:, ahead] - earned[:, cut.starts, None]) / since
-    return total + discounts[ahead] / since * values[:, ahead]
+    begun = steps[cut.starts, None]
+    # From each segment's own start: discounts from the episode's vanish in float32 where gamma is small.
+    before, after = (gamma ** (steps[at] - begun).to(rewards.dtype) for at in (cut.steps, ahead))
+    return (rewards[:, cut.steps] * before).cumsum(-1) + after * values[:, ahead]
 
 
 class Restarts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -145,6 +146,10 @@ class ExportConfig:
             raise ConfigError(f"formats={self.formats} must name each format once, and at least one file.")
 
 
+# What the studies of a queue say themselves, so that no option may.
+_OF_STUDIES = ("preset", "env", "algos", "seeds", "iterations", "episodes", "evaluate_every", "film")
+
+
 @dataclass(frozen=True)
 class CompareConfig:
     """Train several algorithms with several seeds, each with its own vetted settings, into one report."""
@@ -154,7 +159,7 @@ class CompareConfig:
 
     queue: Path | None = None
     """YAML file with a list of studies (`tether.episodic.queue.Study`) to train in order, instead of the one
-    that the options below describe."""
+    that the options below describe; but for `jobs`, none of them goes with it."""
 
     minutes: float | None = None
     """Stop, with checkpoints, after this long; the same command goes on from there."""
@@ -190,7 +195,7 @@ class CompareConfig:
     """Film every run's motion, too."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty comparison."""
+        """Refuse an empty comparison, and options that a queue leaves no room for."""
         if not self.algos or not self.seeds:
             raise ConfigError("A comparison needs at least one algorithm and one seed.")
         if len(set(self.algos)) != len(self.algos) or len(set(self.seeds)) != len(self.seeds):
@@ -204,6 +209,12 @@ class CompareConfig:
                 raise ConfigError(
                     "results is for the runs of a queue; tether collect makes tables of others."
                 )
+        beside = [name for name in _OF_STUDIES if getattr(self, name) != getattr(CompareConfig, name)]
+        if self.queue is not None and beside:
+            raise ConfigError(
+                f"queue={self.queue} says what is trained; {', '.join(beside)} would be ignored beside it. "
+                "Leave them out, or write them into its studies."
+            )
 
 
 def train_config(
@@ -221,8 +232,9 @@ def defaults_for(arguments: Sequence[str]) -> TrainConfig:
     64
     """
     chosen: dict[str, str | None] = {"--preset": None, "--env": None, "--algo": None}
-    for argument, following in zip(arguments, [*arguments[1:], "None"], strict=True):
+    for argument, following in pairwise([*arguments, "None"]):
         option, equals, value = argument.partition("=")
+        option = option.replace("_", "-")  # the parser takes either
         option = "--env" if option == "--env-id" else option
         if option in chosen:
             value = value if equals else following

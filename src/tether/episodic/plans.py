@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tether.episodic.episodes import FloatArray
@@ -25,6 +26,10 @@ _LOOKS_PER_STEP = 16
 _TRIES = 50
 # A motion made just slow enough meets its limit to rounding.
 _ROUNDING = 1e-9
+# How near the least factor is found from a state in motion, relative to it.
+_NEAR = 1e-3
+# More steps than any motion takes, and as many as fit into memory.
+_MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,7 @@ def plan_motion(
     the limits: its time constant and delay grow, and from rest its path stays the same. A path that leaves
     the range of positions is refused, because no speed mends it. The last step may lie up to `dt` past the
     motion's end; where that would break a limit, the motion is slowed down until it ends with the step.
+    From a state in motion the path changes with the factor, which is then the least to a thousandth.
 
     To replan in mid-motion, pass the present position and velocity, the weights that hold from now on, and
     how far the motion is (`start_time`): it goes on from there without a jump of position or velocity.
@@ -147,8 +153,9 @@ def plan_motion(
 
     Raises:
         MotionLimitError: a position out of range; a speed or acceleration above its limit with ``"refuse"``;
-            an initial speed above the limit, or a limit that slowing down does not meet.
-        InvalidInputError: times in the wrong order, sizes that do not fit, or a missing `goal_from`.
+            an initial speed above the limit, or a limit that slowing down does not meet in a million steps.
+        InvalidInputError: times in the wrong order, sizes that do not fit, numbers that are not finite, a
+            missing `goal_from`, or a velocity while the primitive's delay holds the position.
 
     Example:
         >>> import torch
@@ -168,19 +175,33 @@ def plan_motion(
             f"Needed: dt > 0 and 0 <= start_time < duration, got dt={dt}, start_time={start_time}, "
             f"duration={duration}."
         )
-    weights = weights.double()
+    weights = _checked("weights", weights, motion.num_weights)
+    position = _checked("position", position, motion.num_dof)
+    velocity = _checked("velocity", velocity, motion.num_dof)
+    if start_time < motion.config.delay and velocity.any():
+        raise InvalidInputError(
+            f"The motion holds its position for its delay of {motion.config.delay} s, but at "
+            f"start_time={start_time} the robot moves: velocity={velocity.tolist()}. Let it come to rest "
+            "first, or start after the delay."
+        )
     if goal_from is not None:
-        motion, weights = motion.with_fixed_goal(weights, goal_from.double())
+        motion, weights = motion.with_fixed_goal(weights, _checked("goal_from", goal_from, motion.num_dof))
     elif motion.config.relative_goal and start_time > 0:
         raise InvalidInputError(
             f"The motion's goal is relative to where the robot was at time 0, but it is planned from "
             f"start_time={start_time} on. Give that position as goal_from."
         )
-    course = _Course(
-        motion, weights, position.double(), velocity.double(), dt, start_time, duration - start_time
-    )
+    course = _Course(motion, weights, position, velocity, dt, start_time, duration - start_time)
     slowed = 1.0 if limits is None else _slowed(course, limits, on_violation)
     return course.at(course.rows(slowed), slowed)
+
+
+def _checked(name: str, values: Tensor, size: int) -> Tensor:
+    if values.shape != (size,):
+        raise InvalidInputError(f"{name} must be [{size}], of one motion; got {list(values.shape)}.")
+    if not values.isfinite().all():
+        raise InvalidInputError(f"{name} must hold finite numbers, got {values.tolist()}.")
+    return values.detach().to(torch.float64)
 
 
 @dataclass(frozen=True)
@@ -201,6 +222,11 @@ class _Course:
         """The motion, `slowed` times slower, at times after the state."""
         motion, begin = self.motion, slowed * self.begin
         if slowed != 1.0:
+            if not slowed * self.seconds <= _MOST_STEPS * self.dt:
+                raise MotionLimitError(
+                    f"To keep to its limits the motion would have to be {slowed:.3g} times slower, which is "
+                    f"more than {_MOST_STEPS:,} steps of {self.dt} s. Raise the limits."
+                )
             config = motion.config
             slower = replace(config, tau=config.tau * slowed, delay=config.delay * slowed)
             motion = ProDMP(slower, motion.num_dof)
@@ -231,22 +257,39 @@ def _slowed(course: _Course, limits: MotionLimits, on_violation: OnViolation) ->
     _check_initial_speed(course.velocity, limits)
     instants, slowed = course.instants(), 1.0
     for _ in range(_TRIES):
+        slowed = _slow_enough(course, limits, on_violation, slowed)
+        plan = course.at(instants * slowed, slowed)
+        _check_positions(plan, limits)
+        end, last = slowed * course.seconds, float(course.rows(slowed)[-1])
+        past = course.at(np.linspace(end, max(end, last), _LOOKS_PER_STEP + 1), slowed)
+        within = _excess(past, limits) <= 1 + _ROUNDING and not _out_of_range(past, limits)
+        if within or last <= end * (1 + _ROUNDING):
+            return slowed
+        if on_violation == "refuse":
+            raise MotionLimitError(_past_its_end(past))
+        slowed *= last / end  # so slow it ends with the last row
+    raise MotionLimitError(_too_fast(plan, on_violation))
+
+
+def _slow_enough(course: _Course, limits: MotionLimits, on_violation: OnViolation, slowed: float) -> float:
+    """The least factor from `slowed` on that keeps the motion up to its end within its speeds and pushes."""
+    instants, too_fast = course.instants(), slowed
+    for _ in range(_TRIES):
         plan = course.at(instants * slowed, slowed)
         excess = _excess(plan, limits)
         if excess <= 1 + _ROUNDING:
-            _check_positions(plan, limits)
-            end, last = slowed * course.seconds, float(course.rows(slowed)[-1])
-            past = course.at(np.linspace(end, max(end, last), _LOOKS_PER_STEP + 1), slowed)
-            within = _excess(past, limits) <= 1 + _ROUNDING and not _out_of_range(past, limits)
-            if within or last <= end * (1 + _ROUNDING):
-                return slowed
-            if on_violation == "refuse":
-                raise MotionLimitError(_past_its_end(past))
-            excess = last / end  # so slow it ends with the last row
-        elif on_violation == "refuse":
             break
-        slowed *= excess
-    raise MotionLimitError(_too_fast(plan, on_violation))
+        if on_violation == "refuse":
+            raise MotionLimitError(_too_fast(plan, on_violation))
+        too_fast, slowed = slowed, slowed * excess
+    else:
+        raise MotionLimitError(_too_fast(plan, on_violation))
+    # From rest the path stays, so that the factor is exact; in motion it may be some per cent too large.
+    while course.velocity.any() and slowed - too_fast > _NEAR * slowed:
+        middle = (too_fast + slowed) / 2
+        fits = _excess(course.at(instants * middle, middle), limits) <= 1 + _ROUNDING
+        too_fast, slowed = (too_fast, middle) if fits else (middle, slowed)
+    return slowed
 
 
 def _check_initial_speed(velocity: Tensor, limits: MotionLimits) -> None:

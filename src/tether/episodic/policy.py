@@ -60,6 +60,8 @@ class PolicyConfig:
             raise ConfigError(
                 f"Needed: 0 < min_std < init_std, got min_std={self.min_std} and init_std={self.init_std}."
             )
+        if not math.isfinite(self.mean_gain):
+            raise ConfigError(f"mean_gain must be a finite number, got {self.mean_gain}.")
         if self.init_std > _LARGEST_STD:
             raise ConfigError(
                 f"init_std is at most {_LARGEST_STD:g}, got {self.init_std}. Raise the motion's "

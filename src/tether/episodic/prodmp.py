@@ -105,7 +105,7 @@ class ProDMP:
     times `goal_scale`, from the initial position if `relative_goal`. A weight vector [..., W] lists
     the nb + 1 weights of the first degree of freedom, then those of the second, and so on.
 
-    During the delay the initial position is held with zero velocity.
+    During the delay the initial position is held with zero velocity; a robot should be at rest then.
 
     Args:
         config: shape and scaling.
@@ -197,7 +197,9 @@ class ProDMP:
 
         Args:
             weights: [..., W].
-            init_position, init_velocity: [..., D], reached exactly at `init_time`.
+            init_position, init_velocity: [..., D], reached exactly at `init_time`. Where that lies within the
+                delay, the position is held with a velocity of 0, and `init_velocity` is what the motion sets
+                out with at the delay's end, in a jump.
             times: [T] in seconds, or what `basis` returned for them.
             init_time: when the boundary condition holds; ignored if `times` is a basis.
 

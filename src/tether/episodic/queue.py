@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.episodic.algorithms import config_from_dict
-from tether.episodic.commands import train_all
+from tether.episodic.commands import check_folders, check_same_run, train_all
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.curves import task_name, write_overview
 from tether.episodic.options import CompareConfig, TrainConfig, train_config
@@ -151,12 +151,16 @@ def queue_command(config: CompareConfig) -> Path:
     page is drawn: also of runs whose folders were lost since.
 
     Raises:
-        ConfigError: a queue or settings that do not fit, before anything runs; nothing measured yet.
+        ConfigError: a queue or settings that do not fit, or a run in a folder or in the table with other
+            settings than the queue gives it, before anything runs; nothing measured yet.
         RunFailedError: a run ended before it was finished; the others are kept.
     """
     assert config.queue is not None
     studies = read_queue(config.queue)
     runs = [run for study in studies for run in study.runs(config.output)]
+    check_folders(runs)
+    if config.results is not None:
+        check_table(studies, StudyTable(config.results, _KINDS))
     try:
         train_all(runs, config)
     finally:
@@ -164,6 +168,21 @@ def queue_command(config: CompareConfig) -> Path:
     if not found:
         raise ConfigError("No run of the queue has measured anything yet. Give it more minutes.")
     return write_overview(found, config.output / "report" / "index.html", config.queue.stem.capitalize())
+
+
+def check_table(studies: list[Study], table: StudyTable) -> None:
+    """Refuse a table that holds a run of the queue with other settings.
+
+    Raises:
+        ConfigError: as `check_same_run`.
+    """
+    for study in studies:
+        kept = table.runs(study.name)
+        for run in study.runs(Path()):
+            if same := kept.get(run.folder().name):
+                check_same_run(
+                    same.config, same.path, run, "another table (results), or delete the rows of that run"
+                )
 
 
 def _collect(studies: list[Study], config: CompareConfig) -> list[RunData]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,8 @@ class SegmentCriticConfig:
             check_at_least_one(name, getattr(self, name))
         if self.width % self.heads:
             raise ConfigError(f"width={self.width} must be a multiple of heads={self.heads}.")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate must be positive and finite, got {self.learning_rate}.")
 
 
 class SegmentCritic(nn.Module):

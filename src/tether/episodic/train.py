@@ -22,15 +22,15 @@ from tether.episodic.interrupts import Interrupts
 from tether.episodic.learner import Learner
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError, SimulationError
-from tether.experiments import RunFolder, atomic_write_bytes, seed_everything
+from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
 from tether.experiments.checkpoints import find_damage
 from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
 
 _STATE_FILE = "state.pt"
-# Settings that change no number of a run.
-_MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
+MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
+"""Settings that change no number of a run."""
 
 
 def train(
@@ -83,7 +83,7 @@ def train(
         settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
-            resume=resume, may_change=_MAY_CHANGE, trackers=trackers,
+            resume=resume, may_change=MAY_CHANGE, trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()
@@ -228,7 +228,16 @@ def load_config(run_path: str | Path) -> EpisodicConfig:
     Raises:
         CheckpointError: not an episodic run.
     """
-    config = RunFolder.open(run_path).config
+    return config_of(RunFolder.open(run_path).config, run_path)
+
+
+def config_of(config: RunConfig, run_path: str | Path) -> EpisodicConfig:
+    """The configuration of an episodic run, from what its folder or a table kept of it.
+
+    Raises:
+        CheckpointError: not an episodic run.
+        ConfigError: a setting that there is no more.
+    """
     if config.kind != "episodic":
         raise CheckpointError(f"{run_path} is a run of kind {config.kind!r}, not an episodic one.")
     own = {"headline", "torch_threads"}  # the second of runs that are older than learner_threads
