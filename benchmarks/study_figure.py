@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/b.csv/{b,b-curve,b-tuned} \\
         --learning-rates 3e-4 1e-4 --methods TROLL clip vespo
-    .venv/bin/python benchmarks/study_figure.py \\
-        benchmarks/results/studies/j.csv/{j-7-lag,j-8-second-lag}-{64,16,04,01} --by-lag --learning-rates 1e-4 3e-5
+    .venv/bin/python benchmarks/study_figure.py --by-lag --learning-rates 1e-4 3e-5 \\
+        benchmarks/results/studies/j.csv/{j-7-lag,j-8-second-lag}-{64,16,04,01}
     .venv/bin/python benchmarks/study_figure.py benchmarks/results/studies/f.csv --over-training
 
 The first writes success-by-updates.png, a panel for each learning rate, task and model family; the second

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
+import shlex
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tether.cli import main
+from scripts import REPOSITORY
+from tether.cli import _parse, main
+from tether.experiments.settings_file import write_settings
+from tether.llm.config import TrainConfig
+from tether.llm.eval_config import EvalConfig
 
 
 def run(*arguments: str) -> int:
@@ -53,6 +60,51 @@ def test_a_pipe_that_breaks_elsewhere_is_no_reader(monkeypatch):
         main([])
 
 
+# On a terminal of its own: says that it stops when asked to, as a run does, and saves.
+COMMAND = """
+import fcntl, pathlib, signal, sys, termios, time, tether.cli
+saved = pathlib.Path(sys.argv[1])
+
+def save(*_):
+    print("stopping", flush=True)
+    saved.touch()
+
+def work(_):
+    signal.signal(signal.SIGTERM, save)
+    print("begun", flush=True)
+    while not saved.exists():
+        time.sleep(0.05)
+    return 0
+
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+tether.cli._run = work
+tether.cli.main([])
+"""
+
+
+def test_a_closed_terminal_asks_a_command_to_save_and_stop(tmp_path):
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-c", COMMAND, str(tmp_path / "saved")]
+    with subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
+    ) as process:
+        os.close(inside)
+        assert os.read(terminal, 7).startswith(b"begun")
+        os.close(terminal)
+        assert process.wait(60) == 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(monkeypatch):
+    """Studies are started under nohup, to outlive their terminal."""
+    monkeypatch.setattr("tether.cli._run", lambda _: int(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("words", [("llm",), ("llm", "--help"), ("episodic", "-h")])
 def test_a_group_of_commands_explains_itself(words, capsys):
     assert run(*words) == 0
@@ -93,6 +145,57 @@ def test_options_typed_besides_a_file_override_it(tmp_path, capsys):
     assert "/from/file" in capsys.readouterr().err
     assert run("llm", "train", "--config", str(settings), "--model", "/typed") == 1
     assert "/typed" in capsys.readouterr().err
+
+
+def test_a_tasks_option_typed_besides_a_file_leaves_the_files_others(tmp_path):
+    recipe = "recipes/llm/qwen3_0_6b_dapo_math.yaml"
+    typed = ["--config", str(REPOSITORY / recipe), "--task-options", "path", "mine", "--task_options"]
+    kept = _parse(TrainConfig, "tether llm train", [*typed[:-1], "--rollouts", "transformers"])
+    assert kept.task_options == {"path": "mine", "verifier": "math", "bad_rows": "skip"}
+    later = _parse(TrainConfig, "tether llm train", [*typed, "path", "later"])
+    assert later.task_options == {**kept.task_options, "path": "later"}
+    none = _parse(TrainConfig, "tether llm train", [*typed, "--task-options", "digits", "2"])
+    assert none.task_options == {"digits": 2}, "without a value the option takes back those before"
+    with pytest.raises(SystemExit):
+        _parse(TrainConfig, "tether llm train", [*typed, "path"])
+
+
+@pytest.mark.parametrize("config", [TrainConfig, EvalConfig])
+@pytest.mark.parametrize("word", ["false", "False", "FALSE"])
+def test_a_truth_for_the_chat_template_may_be_typed_in_any_case(config, word):
+    """As a text it would be true to the template, whatever it says."""
+    parsed = _parse(config, "tether llm", ["--chat-template-options", "enable_thinking", word, "depth", "2"])
+    assert parsed.chat_template_options == {"enable_thinking": False, "depth": 2}
+
+
+def test_a_tasks_options_are_numbers_only_where_those_are_written_so(tmp_path):
+    words = ("2024_01_15", "1e5", "007", "7", "0.5", "True", "-1", "x")
+    typed = [word for key, value in zip("abcdefgh", words, strict=True) for word in (key, value)]
+    parsed = _parse(TrainConfig, "tether llm train", ["--task-options", *typed])
+    assert list(parsed.task_options.values()) == ["2024_01_15", "1e5", "007", 7, 0.5, True, -1, "x"]
+    file = write_settings(tmp_path / "run.yaml", parsed)
+    assert _parse(TrainConfig, "tether llm train", ["--config", str(file)]) == parsed
+
+
+def test_an_option_that_is_null_in_a_file_is_left_out(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("task_options: {seconds: null, digits: 2}\nchat_template_options:\n")
+    parsed = _parse(TrainConfig, "tether llm train", ["--config", str(file)])
+    assert (parsed.task_options, parsed.chat_template_options) == ({"digits": 2}, {})
+
+
+def test_a_value_of_a_file_may_begin_as_an_option_does(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("name: --steps\ntask_options: {instruction: '- be brief'}\n")
+    parsed = _parse(TrainConfig, "tether llm train", ["--config", str(file)])
+    assert (parsed.name, parsed.task_options) == ("--steps", {"instruction": "- be brief"})
+
+
+def test_a_command_that_is_printed_can_be_copied(monkeypatch, capsys):
+    monkeypatch.setattr("tether.llm.train.train", lambda config: SimpleNamespace(path=config.output))
+    assert run("llm", "train", "--output", "my runs/it's") == 0
+    command = capsys.readouterr().out.split("See it with: ")[1]
+    assert shlex.split(command) == ["tether", "report", "my runs/it's"]
 
 
 def test_a_settings_file_may_be_written_with_an_equals_sign(tmp_path, capsys):

@@ -155,8 +155,10 @@ def test_commands_in_sentences_exist(page: str, text: str) -> None:
 
 def test_what_a_command_needs_is_read_from_its_line_or_its_blocks_first() -> None:
     found = {command.text: command.needs for command in COMMANDS if command.page == "docs/verl.md"}
-    assert found["python -m verl.trainer.main_ppo +tether=troll ..."] == "GPUs"
-    assert found["METHOD=troll GPUS=8 bash recipes/verl/qwen3_gsm8k.sh"].endswith("and GPUs")
+    strategy = "actor_rollout_ref.actor.strategy=fsdp2"
+    assert found[f"python -m verl.trainer.main_ppo +tether=troll {strategy} ..."] == "GPUs"
+    python = "PYTHON=.venv-verl/bin/python"
+    assert found[f"{python} METHOD=troll GPUS=8 bash recipes/verl/qwen3_gsm8k.sh"].endswith("and GPUs")
     assert found['.venv-verl/bin/pip install "tether-rl[verl]" "verl[vllm]==0.9.1"'] is None
 
 

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -48,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a Tether error becomes one message and exit code 1."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _let_waiting_threads_sleep()
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = _take_signals()
     try:
         code = _run(arguments)
     except TetherError as error:
         print(f"tether: {error}", file=sys.stderr)
         code = 1
     except BrokenPipeError:
-        if not _reader_has_gone():
+        if not _reader_has_gone(sys.stdout.fileno()):
             raise
         code = 128 + signal.SIGPIPE
     except OSError as error:
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("tether: interrupted", file=sys.stderr)
         code = 130
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     sys.exit(code)
 
 
@@ -81,19 +83,35 @@ def _let_waiting_threads_sleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def _take_signals() -> dict[int, Any]:
+    """Handle what asks a command to end; what handled it before, by signal."""
+    handlers: dict[int, Callable[[int, Any], None]] = {signal.SIGTERM: _terminated}
+    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    if hang_up not in handlers and signal.getsignal(hang_up) != signal.SIG_IGN:  # as under nohup
+        handlers[hang_up] = _hung_up
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+
+def _hung_up(number: int, frame: object) -> None:
+    """Let a closed terminal end a command as SIGTERM does; the shell and the system may both tell of it."""
+    signal.signal(number, signal.SIG_IGN)
+    for output in (1, 2):  # a run says that it stops before it saves
+        _reader_has_gone(output)
+    signal.raise_signal(signal.SIGTERM)
+
+
 def _terminated(number: int, frame: object) -> NoReturn:
     """End as Ctrl-C does: a command that has started others stops them, instead of leaving them behind."""
     raise SystemExit(128 + number)
 
 
-def _reader_has_gone() -> bool:
-    """Whether standard output leads nowhere any more, since head has enough; then it is closed for good."""
-    output = sys.stdout.fileno()
+def _reader_has_gone(output: int) -> bool:
+    """Whether an output leads nowhere any more, since head has enough, say; then it is closed for good."""
     poll = select.poll()
     poll.register(output, select.POLLOUT)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    # The interpreter's last flush would fail as well, with a traceback nobody needs.
+    # Whatever is still written would fail as well, with a traceback nobody needs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return True
 
@@ -138,7 +156,7 @@ def _llm_train(arguments: list[str]) -> None:
     from tether.llm.train import train
 
     run = train(config)
-    print(f"The run is in {run.path}. See it with: tether report {run.path}")
+    print(f"The run is in {run.path}. See it with: tether report {shlex.quote(str(run.path))}")
 
 
 def _llm_eval(arguments: list[str]) -> None:
@@ -187,7 +205,7 @@ def _episodic_train(arguments: list[str]) -> None:
     config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
     run = _episodic("commands").train_command(config)
     print(f"The run is in {run.path}, its pictures in {run.path / 'figures'}.")
-    print(f"See it with: tether report {run.path}")
+    print(f"See it with: tether report {shlex.quote(str(run.path))}")
 
 
 def _episodic_eval(arguments: list[str]) -> None:
@@ -294,13 +312,34 @@ def _parse(config: type[Config], program: str, arguments: list[str], default: An
             "The command line needs an extra: pip install 'tether-rl[llm]' for language models, "
             "'tether-rl[episodic]' for robots."
         ) from error
-    arguments = _with_settings_file(arguments)
+    from tether.experiments.settings_file import merged_mappings
+
+    arguments = merged_mappings(_with_settings_file(arguments))
     from_options = getattr(config, "from_options", None)
     if from_options is not None:  # what options there are depends on others
         default, arguments = from_options(arguments)
-    if default is None:
-        return tyro.cli(config, prog=program, args=arguments)
-    return tyro.cli(config, prog=program, args=arguments, default=default)
+    with _option_values():
+        if default is None:
+            return tyro.cli(config, prog=program, args=arguments)
+        return tyro.cli(config, prog=program, args=arguments, default=default)
+
+
+def _option_values() -> Any:
+    """How the parser reads the values of free-form options: 007 and 2024_01_15 are no numbers."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    from tether.experiments.settings_file import OptionValue, read_option
+
+    registry = ConstructorRegistry()
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="VALUE",
+        instance_from_str=lambda words: read_option(words[0]),
+        is_instance=lambda value: isinstance(value, OptionValue),
+        str_from_instance=lambda value: [str(value)],
+    )
+    registry.primitive_rule(lambda info: spec if info.type == OptionValue else None)
+    return registry
 
 
 def _with_settings_file(arguments: list[str]) -> list[str]:

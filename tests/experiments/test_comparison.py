@@ -114,6 +114,21 @@ def test_three_seeds_are_never_enough_to_call_a_winner(entries: list[Entry]) -> 
     assert row.against.verdict == "too few seeds"
 
 
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 4), (2, 5), (2, 4), (1, 19), (1, 20)])
+def test_so_many_seeds_can_decide_as_let_p_fall_below_the_level(
+    first: int, second: int, make_run: Callable[..., Path]
+) -> None:
+    """Of unequal numbers the best arrangement has no mirror image: 3 of 7 above 4 is one in 35."""
+    made = []
+    for method, count, final in (("TROLL", first, 0.9), ("clip", second, 0.1)):
+        for seed in range(count):
+            path = make_run(f"{method}{seed}", [], evals(0.4, final + 0.001 * seed), label=method, seed=seed)
+            made.append(Entry(method, "", load_runs([path])[0]))
+    against = compare_methods(made, "clip")[1][0].against
+    assert against is not None
+    assert against.verdict == ("wins" if against.p_value < 0.05 else "too few seeds")
+
+
 def test_a_seed_twice_is_refused(entries: list[Entry]) -> None:
     with pytest.raises(InvalidInputError, match="seed twice"):
         compare_methods([*entries, entries[0]], "clip")

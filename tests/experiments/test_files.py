@@ -15,6 +15,7 @@ from tether.experiments.files import (
     atomic_write_json,
     atomic_write_text,
     dump_json,
+    last_measurement,
     load_json,
     read_json_lines,
 )
@@ -97,6 +98,21 @@ def test_a_line_cut_while_being_written_does_not_count(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         file.write_text(whole[:cut])
         assert [record["step"] for record in read_json_lines(file)] == [1, 2][: whole[:cut].count("\n")]
+
+
+@pytest.mark.parametrize("length", [1, 2**15, 2**16, 2**18])
+def test_the_last_measurement_is_the_last_whole_line_however_long(tmp_path: Path, length: int) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert last_measurement(file) is None
+    file.write_text('{"step": 1')
+    assert last_measurement(file) is None
+    lines = [dump_json({"step": step, "text": str(step) * length}) for step in (1, 2, 3)]
+    file.write_text("\n".join(lines))
+    assert last_measurement(file) == {"step": 2, "text": "2" * length}
+    for damaged in ("[1]", '{"step": "x"}', "{"):
+        file.write_text(f"{lines[0]}\n{damaged}\n")
+        with pytest.raises(CheckpointError, match=r"[Ll]ast line of .*metrics\.jsonl"):
+            last_measurement(file)
 
 
 @pytest.mark.parametrize("damaged", ['{"step": 1\n', "[1]\n", "\n", '{"x": {"$float": "many"}}\n'])

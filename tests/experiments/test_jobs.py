@@ -15,7 +15,7 @@ import pytest
 from scripts import REPOSITORY
 from tether.cli import main
 from tether.errors import ConfigError
-from tether.experiments import RunFolder
+from tether.experiments import RunFolder, job_child
 from tether.experiments.jobs import Job, RunFailedError, run_jobs
 from tether.experiments.progress import SeveralRuns
 
@@ -38,6 +38,7 @@ for step in range(done + 1, steps + 1):
     with metrics.open("a") as file:
         file.write(json.dumps({"step": step, "time_s": 1.0, "loss": 1.0}) + "\\n")
     if stop:
+        (folder / "STOPPED").touch()
         sys.exit(0)
 (folder / "FINISHED").write_text(json.dumps({"time": "", "training_seconds": 1.0}))
 """
@@ -47,6 +48,13 @@ def job(tmp_path: Path, name: str, steps: int = 2, pause: float = 0.0, broken: b
     word = "broken" if broken else "well"
     command = (sys.executable, "-c", TRAINER, str(tmp_path / name), str(steps), str(pause), word)
     return Job(name, command, tmp_path / name, steps)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_failures_do_not_stop_the_others_once_one_has_finished(tmp_path: Path) -> None:
@@ -78,29 +86,53 @@ def test_time_up_stops_what_runs_and_the_next_call_goes_on(tmp_path: Path) -> No
     assert [line["step"] for line in RunFolder.open(jobs[0].folder).metrics()] == list(range(1, done + 2))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_terminated_leaves_nothing_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As schedulers end a command: without this its runs would go on, and refuse its next call."""
+    """As schedulers and closed terminals end a command: its runs would go on, and refuse its next call."""
     one = job(tmp_path, "a", steps=4000, pause=0.01)
     metrics = one.folder / "metrics.jsonl"
 
     def terminate_once_it_runs() -> None:
-        while not metrics.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(metrics)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr("tether.cli._run", lambda _: run_jobs([one], at_once=1))
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     killer = threading.Thread(target=terminate_once_it_runs, daemon=True)
     killer.start()
     with pytest.raises(SystemExit) as ending:
         main([])
     assert ending.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     done = metrics.read_bytes()
     time.sleep(0.5)
     assert metrics.read_bytes() == done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere started runs are not told")
+@pytest.mark.parametrize("preloaded", [(), ("tether.experiments.runs",)], ids=["started", "forked"])
+def test_runs_stop_when_whoever_started_them_is_killed(preloaded: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "trainer_in_miniature.py").write_text(TRAINER)
+    run = tmp_path / "a"
+    command = (sys.executable, "-m", "trainer_in_miniature", str(run), "4000", "0.01", "well")
+    code = (
+        "from pathlib import Path; from tether.experiments.jobs import Job, run_jobs; "
+        f"run_jobs([Job('a', {command}, Path({str(run)!r}), 4000)], at_once=1, preloaded={preloaded})"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'src'}"}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment) as process:
+        wait_for(run / "metrics.jsonl")
+        process.kill()
+    wait_for(run / "STOPPED")
+
+
+def test_a_killed_process_is_noticed_by_what_it_was_about_to_start() -> None:
+    """Between the start of a process and its question to be told of that end."""
+    child = [sys.executable, job_child.__file__, str(os.getppid()), sys.executable, "-c", "print('started')"]
+    ended = subprocess.run(child, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, b"")
 
 
 def test_what_is_finished_already_is_told_and_not_run_again(tmp_path: Path) -> None:

@@ -121,3 +121,15 @@ def test_several_runs_are_followed_by_their_folders(make_run: Callable[..., Path
         display.refresh()
         display.refresh()
     assert out.getvalue() == "TROLL, seed 0  2/2  0:03 elapsed  success 75.0%  KL 0.25\n"
+
+
+def test_of_a_long_run_only_the_end_is_read(make_run: Callable[..., Path]) -> None:
+    """Several runs are looked at twice a second, for hours."""
+    run = make_run("a", [{"kl_mean": 0.5}, {"kl_mean": 0.25}])
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(b"read in vain\n" * 2**16 + metrics.read_bytes())
+    out = io.StringIO()
+    with SeveralRuns({"a": (run, 2)}, displayed=DISPLAYED, console=Console(file=out)) as display:
+        display.refresh()
+    assert "2/2" in out.getvalue()
+    assert "KL 0.25" in out.getvalue()

@@ -264,6 +264,15 @@ def test_a_folder_in_place_of_a_table_is_refused_with_the_command_that_converts_
     assert len(load_runs([folder.with_name("grid.csv") / "grid"])) == 10
 
 
+def test_a_run_given_as_a_dot_is_kept_under_its_folders_name(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_run("g/seed0", numbers(2, 0)))
+    table = StudyTable(tmp_path / "t.csv")
+    table.add("g", load_runs(["."]))
+    assert list(table.runs("g")) == ["seed0"]
+
+
 def test_two_runs_of_one_name_are_refused_instead_of_one_replacing_the_other(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

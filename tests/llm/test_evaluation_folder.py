@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tether.errors import CheckpointError
+from tether.experiments import RunFolder, find_runs
 from tether.llm.eval_config import EvalConfig
 from tether.llm.evaluate import evaluate
 from tether.llm.models import embedded_model_path
@@ -62,3 +63,22 @@ def test_two_commands_do_not_measure_into_one_folder(tmp_path: Path) -> None:
         other.communicate(b"\n")
     assert not (tmp_path / "config.json").exists()
     evaluate(settings(tmp_path))
+
+
+def test_an_evaluation_among_runs_is_no_run(tmp_path: Path) -> None:
+    """Nor is a saved model, whose configuration has the same name; a run whose file is damaged is named."""
+    runs, measured, damaged = (tmp_path / name for name in ("runs", "runs/eval", "runs/damaged"))
+    RunFolder.create(runs / "a", kind="llm", label="x", seed=0, settings={}).close()
+    evaluate(settings(measured))
+    shutil.copytree(embedded_model_path(), runs / "model")
+    assert find_runs([runs]) == [runs / "a"]
+    with pytest.raises(CheckpointError, match=rf"{measured} is an evaluation, .*its page is report\.html"):
+        RunFolder.open(measured)
+    with pytest.raises(CheckpointError, match=r"config\.json is not a run's configuration"):
+        RunFolder.open(runs / "model")
+    shutil.rmtree(runs / "a")
+    with pytest.raises(CheckpointError, match=r"not a run folder.* Give the folder a training command wrote"):
+        find_runs([runs])
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{")
+    assert find_runs([runs]) == [damaged]

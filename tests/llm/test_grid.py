@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,14 @@ def test_a_methods_own_settings_are_those_of_its_run() -> None:
     assert (clip.train.estimator.name, clip.train.steps, clip.train.learning_rate) == ("grpo", 4, 1)
 
 
+@pytest.mark.parametrize("methods", [("troll:kl_bound=1e-1", "troll:kl_bound=0.1"), ("troll:", "troll")])
+def test_one_method_spelt_twice_is_refused_before_anything_is_trained(methods: tuple[str, ...]) -> None:
+    """In a table they would be two runs of one method with one seed."""
+    first, second = methods
+    with pytest.raises(ConfigError, match=rf"{first!r} and {second!r} are both TROLL.* Leave one out"):
+        grid(methods=methods)
+
+
 def test_methods_are_parsed_with_types() -> None:
     assert parse_method("x:a=1,b=2.5,c=true,d=none,e=top-k") == (
         "x", {"a": 1, "b": 2.5, "c": True, "d": None, "e": "top-k"},
@@ -172,6 +181,8 @@ def test_every_loss_is_a_method_and_every_estimator_is_spelt_out() -> None:
         ({"method": {"name": "clip", "clip_ratio_low": 0.1}}, "clip has no option 'clip_ratio_low'"),
         ({"method": {"name": "cispo", "alpha": 1}}, "cispo has no option 'alpha'"),
         ({"method": {"name": "troll", "kl_bound": -0.1}}, "kl_bound must be a positive number"),
+        ({"method": {"name": "clip", "clip_low": -0.2}}, "clip_low must be at least 0.*got -0.2"),
+        ({"method": {"name": "clip", "clip_high": math.nan}}, "clip_high must be at least 0.*got nan"),
         ({"method": {"name": "clip", "top_k": 0}}, "top_k must be an integer of at least 1"),
         ({"estimator": "gae"}, "Unknown estimator 'gae'"),
         ({"estimator": {"name": "ppo", "gae_lambda": 1.1}}, r"gae_lambda must lie in \[0, 1\]"),

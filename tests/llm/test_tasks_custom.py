@@ -251,6 +251,12 @@ def test_a_verifier_is_not_imported_into_the_trainer(module: str) -> None:
         ("number", "3⁄4", "4", False),
         ("number", "3² = 9", "9", True),
         ("number", "an area of 5 m²", "5", True),
+        ("number", "Ana has ...42 apples.", "42", True),
+        ("number", "It is..42.5", "42.5", True),
+        ("number", "version 1.2.3", ".3", False),
+        ("number", "x.5", ".5", False),
+        ("number", "It is .5, or -.5", "-0.5", True),
+        ("number", "(.5)", "0.5", True),
         ("number", "- 5", "- 5", True),
         ("number", "<think>Hm.</think>\n\n- 5", "-5", True),
         ("number", "It is - 5.", "5", False),
@@ -306,6 +312,8 @@ BROKEN = {
     "no object": b'["prompt"]',
     "no answer": b'{"prompt": "1+1?"}',
     "not text": b'{"prompt": "\xff\xfe", "answer": "2"}',
+    "half a character": b'{"prompt": "1+1? \\ud83d", "answer": "2"}',
+    "half a character in another field": b'{"prompt": "1+1?", "answer": "2", "more": ["\\uDE00"]}',
 }
 
 

@@ -19,6 +19,9 @@ TEMPORARY_PREFIX = ".writing-"
 
 _FLOAT_TAG = "$float"
 
+# Bytes that hold the last line of most files.
+_TAIL = 2**16
+
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
@@ -114,12 +117,36 @@ def read_measurements(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's numbers, as `read_json_lines` gives them, each with its step."""
     records = read_json_lines(path)
     for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("step"), int):
-            raise CheckpointError(
-                f"Line {number} of {path} is damaged (its step is {record.get('step')!r}). "
-                "Delete that line, or restore the file."
-            )
+        _check_step(record, f"Line {number} of {path}")
     return records
+
+
+def last_measurement(path: Path) -> dict[str, Any] | None:
+    """The last of `read_measurements`, or None, without reading what a long run wrote before."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = _TAIL
+        while True:
+            start = max(size - length, 0)
+            file.seek(start)
+            *lines, _ = file.read(size - start).split(b"\n")
+            if start == 0 or len(lines) > 1:  # of which the first may have lost its beginning
+                break
+            length *= 2
+    if not lines:
+        return None
+    record = _record(lines[-1], f"The last line of {path}")
+    _check_step(record, f"The last line of {path}")
+    return record
+
+
+def _check_step(record: dict[str, Any], where: str) -> None:
+    if not isinstance(record.get("step"), int):
+        raise CheckpointError(
+            f"{where} is damaged (its step is {record.get('step')!r}). Delete that line, or restore the file."
+        )
 
 
 def iterate_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -127,17 +154,19 @@ def iterate_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
-        try:
-            record = load_json(line)
-        except ValueError as error:
-            raise CheckpointError(
-                f"Line {number} of {path} is damaged ({error}). Delete that line, or restore the file."
-            ) from error
-        if not isinstance(record, dict):
-            raise CheckpointError(
-                f"Line {number} of {path} holds a {type(record).__name__}; each line must be a JSON object."
-            )
-        yield line, record
+        yield line, _record(line, f"Line {number} of {path}")
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = load_json(line)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where} is damaged ({error}). Delete that line, or restore the file."
+        ) from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{where} holds a {type(record).__name__}; each line must be a JSON object.")
+    return record
 
 
 def dump_json_lines(records: Iterable[object]) -> str:

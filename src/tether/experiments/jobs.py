@@ -6,8 +6,10 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tether.errors import ConfigError, TetherError
+from tether.experiments import job_child
 from tether.experiments.progress import Displayed, SeveralRuns
 from tether.experiments.runs import RunFolder
 
@@ -186,7 +189,7 @@ class _Queue:
 def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-IS", job_child.__file__, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -235,16 +238,21 @@ def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
     forkserver.set_forkserver_preload(list(modules))
     before = dict(os.environ)
     os.environ.update(environment)
+    # A closed terminal tells its processes alike. Without the server we could not ask its forks to stop.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
 
 
 def _run_module(command: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """In the fork: become what `subprocess.Popen` would have started."""
+    """In the fork: become what `_start` would have started."""
     os.setsid()  # Ctrl-C reaches only the parent, which passes it on, once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    threading.Thread(target=_stop_after_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     output, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
@@ -255,6 +263,14 @@ def _run_module(command: Sequence[str], log: str, environment: Mapping[str, str]
     sys.argv = list(command)
     sys.path.insert(0, os.getcwd())  # as python -m has it
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+def _stop_after_parent() -> None:
+    """Ask this process to save and stop once the one that wanted it, not the server, has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _failure(job: Job, code: int) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tether.errors import InvalidInputError, MissingDependencyError
-from tether.experiments.files import read_measurements
+from tether.experiments.files import last_measurement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,10 +190,10 @@ class SeveralRuns:
         step = 0
         numbers: dict[str, float] = {}
         for file in ("metrics.jsonl", "eval.jsonl"):
-            lines = read_measurements(self._runs[name][0] / file)
-            if lines:
-                numbers |= {key: value for key, value in lines[-1].items() if key in self._displayed}
-                step = max(step, int(lines[-1]["step"]))
+            last = last_measurement(self._runs[name][0] / file)
+            if last is not None:
+                numbers |= {key: value for key, value in last.items() if key in self._displayed}
+                step = max(step, int(last["step"]))
         return step, numbers
 
     def _done(self) -> float:

@@ -60,10 +60,26 @@ def read_config(path: Path) -> RunConfig:
         content = load_json(file.read_bytes())
         config = RunConfig(**content)
     except (ValueError, TypeError) as error:
+        if not holds_run(path) and (path / "report.html").is_file():
+            raise CheckpointError(
+                f"{path} is an evaluation, and no run: its page is report.html. Give another folder."
+            ) from error
         raise CheckpointError(
             f"{file} is not a run's configuration ({error}). Restore it, or start the run again elsewhere."
         ) from error
     return config
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether the ``config.json`` of a folder is a run's: evaluations and saved models have one, too.
+
+    A damaged one counts, so that whoever reads it says what is wrong.
+    """
+    try:
+        content = load_json((folder / CONFIG_FILE).read_bytes())
+    except ValueError:
+        return True
+    return isinstance(content, dict) and {"kind", "label", "seed"} <= content.keys()
 
 
 def installed_versions() -> dict[str, str]:
@@ -133,7 +149,7 @@ def _version(package: str) -> str | None:
 def _runs_below(path: Path) -> str:
     if not path.is_dir():
         return "It is a file; give the folder that holds config.json."
-    runs = sorted(str(config.parent) for config in path.glob(f"*/{CONFIG_FILE}"))
+    runs = sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}") if holds_run(file.parent))
     if runs:
         return f"It holds {len(runs)} runs one level down; give those, such as {runs[0]}."
     return "Give the folder a training command wrote."

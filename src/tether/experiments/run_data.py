@@ -58,6 +58,11 @@ class RunData:
             folder=folder,
         )
 
+    @property
+    def name(self) -> str:
+        """That of its folder, also where the folder was given as a dot."""
+        return self.path.resolve().name
+
     @cached_property
     def names(self) -> set[str]:
         """The names of what training measured."""

@@ -12,7 +12,14 @@ import numpy as np
 
 from tether.errors import CheckpointError, InvalidInputError, warn
 from tether.experiments.files import TEMPORARY_PREFIX, FolderLock, load_json
-from tether.experiments.run_config import CONFIG_FILE, NOT_SET, RunConfig, differences, read_config
+from tether.experiments.run_config import (
+    CONFIG_FILE,
+    NOT_SET,
+    RunConfig,
+    differences,
+    holds_run,
+    read_config,
+)
 from tether.experiments.run_kind import Settings
 
 FINISHED_FILE = "FINISHED"
@@ -105,10 +112,10 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _runs_below(path: Path) -> list[Path]:
-    """Run folders under ``path``, not what is inside them: saved models have a ``config.json`` too."""
+    """Run folders under ``path``, not what is inside them."""
     runs: list[Path] = []
     for folder in sorted(config.parent for config in path.rglob(CONFIG_FILE)):  # a run before its inside
-        if not any(run in folder.parents for run in runs):
+        if not any(run in folder.parents for run in runs) and holds_run(folder):
             runs.append(folder)
     return runs
 

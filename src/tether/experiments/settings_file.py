@@ -6,13 +6,21 @@ of range gets the same message in both, and an option typed besides the file ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError, MissingDependencyError
 from tether.experiments.files import atomic_write_text
+
+# As the parser tells an option from a value: -5, or a dash and a space, begins a value.
+_OPTION = re.compile(r"-+[A-Za-z]")
+
+OptionValue = int | float | bool | str
+"""The values of free-form options, such as a task's."""
 
 
 def options_from_file(path: str | Path) -> list[str]:
@@ -31,6 +39,67 @@ def options_from_file(path: str | Path) -> list[str]:
             f"{type(settings).__name__}."
         )
     return list(_options(settings, ""))
+
+
+def merged_mappings(arguments: Sequence[str]) -> list[str]:
+    """Arguments with each free-form mapping (an option --...-options) given once, with all of its keys.
+
+    The last value of a key counts; without any key after it the option takes back those before.
+
+    >>> merged_mappings(["--a-options", "x", "1", "y", "2", "--steps", "8", "--a_options", "x", "3"])
+    ['--steps', '8', '--a-options', 'x', '3', 'y', '2']
+    """
+    others: list[str] = []
+    mappings: dict[str, dict[str, str]] = {}
+    for option, *values in _grouped(arguments):
+        flag, equals, first = option.partition("=")
+        if not flag.endswith(("-options", "_options")):
+            others += [option, *values]
+            continue
+        values = [first, *values] if equals else values
+        if len(values) % 2:
+            return list(arguments)  # which the parser refuses
+        mapping = mappings.setdefault(flag.replace("_", "-"), {})
+        if not values:
+            mapping.clear()
+        mapping |= zip(values[::2], values[1::2], strict=True)
+    return others + [word for flag, mapping in mappings.items() for word in (flag, *chain(*mapping.items()))]
+
+
+def read_option(word: str) -> OptionValue:
+    """The number or truth that is written so, or else the word itself.
+
+    >>> [read_option(word) for word in ("8", "0.1", "True", "1e5", "007", "2024_01_15", "data")]
+    [8, 0.1, True, '1e5', '007', '2024_01_15', 'data']
+    """
+    for kind in (int, float):
+        try:
+            number = kind(word)
+        except ValueError:
+            continue
+        if str(number) == word:
+            return number
+    return {"True": True, "False": False}.get(word, word)
+
+
+def as_truth(value: Any) -> Any:
+    """A truth for "true" and "false" in whatever case, as they are typed; other values as they are.
+
+    >>> as_truth("false"), as_truth("FALSE"), as_truth("no"), as_truth(0)
+    (False, False, 'no', 0)
+    """
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _grouped(arguments: Sequence[str]) -> list[list[str]]:
+    """Each option with its values."""
+    groups: list[list[str]] = []
+    for word in arguments:
+        if not groups or _OPTION.match(word):
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
 
 
 def write_settings(path: str | Path, config: Any) -> Path:
@@ -66,11 +135,12 @@ def load_yaml(path: Path) -> Any:
 def _options(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in settings.items():
         name = str(key).replace("_", "-")
-        if isinstance(value, Mapping) and name.endswith("-options"):
-            # A free-form mapping is one option with keys and values in turn.
+        if isinstance(value, Mapping | None) and name.endswith("-options"):
+            # A free-form mapping is one option with keys and values in turn, of which null is none.
             yield f"--{prefix}{name}"
-            for inner, setting in value.items():
-                yield from (str(inner), str(setting))
+            for inner, setting in (value or {}).items():
+                if setting is not None:
+                    yield from (str(inner), str(setting))
         elif isinstance(value, Mapping):
             yield from _options(value, f"{prefix}{name}.")
         elif isinstance(value, bool):
@@ -78,6 +148,8 @@ def _options(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
         elif isinstance(value, list):
             yield f"--{prefix}{name}"
             yield from map(str, value)
+        elif str(value).startswith("-"):
+            yield f"--{prefix}{name}={value}"  # else the parser would take the value for an option
         else:
             yield from (f"--{prefix}{name}", str(value))
 

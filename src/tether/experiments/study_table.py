@@ -131,7 +131,7 @@ class StudyTable:
         for run in runs:
             if not run.finished and not unfinished:
                 raise CheckpointError(f"The run {run.path} is not finished, so it cannot be kept yet.")
-            other = new.setdefault((grid, run.path.name), run if every_step else at_evaluations(run))
+            other = new.setdefault((grid, run.name), run if every_step else at_evaluations(run))
             if other.path != run.path:
                 raise CheckpointError(
                     f"{other.path} and {run.path} have one name, which the grid {grid} of a table can hold "

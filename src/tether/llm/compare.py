@@ -150,7 +150,7 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
         table = StudyTable(config.results, KINDS).runs(grid_name(config))
         finished = [run for run in table.values() if run.finished]
         remedy = "another table (results) or another output folder, or delete the rows of that run"
-    runs = {run.path.name: run for run in finished}
+    runs = {run.name: run for run in finished}
     for cell in grid:
         run = runs.get(cell.name)
         changed = _changed(run.config.settings, cell.train, ignored) if run is not None else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tether.errors import ConfigError, InvalidInputError, check_at_least_one
+from tether.experiments.settings_file import OptionValue, as_truth
 from tether.experiments.trackers import TrackerName
 from tether.llm.async_settings import check_async
 from tether.llm.choices import chosen, refuse_former, split_choices
@@ -44,7 +45,7 @@ class TrainConfig:
     """"embedded" or "embedded-llama" (ship with Tether), a folder, or a name on the Hugging Face hub."""
     task: str = "chained"
     """What to learn: a name of tether.llm.tasks.TASKS, such as chained, gsm8k, math or code."""
-    task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    task_options: dict[str, OptionValue] = field(default_factory=dict)
     """Options of the task, such as path for a JSONL file with gsm8k's fields."""
 
     method: Method = field(default_factory=TROLL)
@@ -100,7 +101,7 @@ class TrainConfig:
     """Longest response; by default what suits the task."""
     mask_truncated: bool = False
     """Leave responses cut off at the longest length out of the loss (they are counted either way)."""
-    chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    chat_template_options: dict[str, OptionValue] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
 
     rollouts: Literal["transformers", "compact", "vllm", "vllm-async"] = "transformers"
@@ -182,6 +183,8 @@ class TrainConfig:
         """Refuse what cannot work before any time is spent on it."""
         for name, find in CHOICES.items():
             object.__setattr__(self, name, chosen(getattr(self, name), find))
+        template = {name: as_truth(value) for name, value in self.chat_template_options.items()}
+        object.__setattr__(self, "chat_template_options", template)
         for name in ("steps", "updates_per_rollout", "prompts_per_rollout", "eval_problems", "eval_samples",
                      "keep_checkpoints", "micro_batch_size", "max_response_tokens", "lora_rank",
                      "threads"):  # fmt: skip
@@ -311,12 +314,12 @@ def _check_step_back(config: TrainConfig) -> None:
     if config.updates_per_rollout == 1:
         raise ConfigError(
             "step_back goes back to the policy that wrote a batch, which TRL does not record where each "
-            "serves one update. Set updates_per_rollout to 2 or more, or step_back to none."
+            "serves one update. Set updates_per_rollout to 2 or more, or leave step_back out."
         )
     if config.anchor == "sampler":
         raise ConfigError(
             "step_back measures the network against the trainer's own policy of a batch's beginning, which "
-            "anchor=sampler does not score. Set anchor to trainer, or step_back to none."
+            "anchor=sampler does not score. Set anchor to trainer, or leave step_back out."
         )
     if config.step_back_every is not None and not 1 <= config.step_back_every <= config.updates_per_rollout:
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.errors import ConfigError, check_at_least_one
+from tether.experiments.settings_file import OptionValue, as_truth
 
 PAGE_FILE = "report.html"
 """The page in an evaluation's output folder."""
@@ -26,12 +27,12 @@ class EvalConfig:
     """A second model to measure on the same problems, such as the one training started from."""
     task: tuple[str, ...] = ("chained",)
     """Which problems: one or several names of tether.llm.tasks.TASKS."""
-    task_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    task_options: dict[str, OptionValue] = field(default_factory=dict)
     """Options of the task; of several tasks with the name before, as in gsm8k.path."""
     split: Literal["validation", "test"] = "test"
     """Which held-out problems; keep test for the end."""
     problems: int = 500
-    """How many of each task."""
+    """How many of each task; of a split that has fewer, all."""
     samples: int = 4
     """Sampled responses to each, n of avg@n and pass@k; 0 for greedy responses alone."""
     pass_at: tuple[int, ...] = ()
@@ -44,7 +45,7 @@ class EvalConfig:
     """Longest response; by default what suits the task."""
     batch_size: int = 256
     """Responses generated at a time."""
-    chat_template_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    chat_template_options: dict[str, OptionValue] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
     token_scores: bool = True
     """Keep each token's log-probability and entropy of one response a problem, for the page's tints."""
@@ -63,6 +64,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        template = {name: as_truth(value) for name, value in self.chat_template_options.items()}
+        object.__setattr__(self, "chat_template_options", template)
         if not isinstance(self.task, tuple) or not self.task or len(set(self.task)) < len(self.task):
             raise ConfigError(f"task takes one or several different names, as ('gsm8k',); got {self.task!r}.")
         for name in ("problems", "batch_size", "page_problems", "max_response_tokens"):

@@ -68,7 +68,7 @@ def cells(config: CompareConfig) -> list[Cell]:
     """All runs, those first that say most: every method once, at every point, before any second seed.
 
     Raises:
-        ConfigError: naming the run whose settings do not go together.
+        ConfigError: naming the run whose settings do not go together, or two spellings of one method.
 
     Example:
         >>> config = CompareConfig(methods=("troll", "troll:alpha=5"), learning_rates=(1e-4,))
@@ -90,6 +90,14 @@ def cells(config: CompareConfig) -> list[Cell]:
                 f"The runs {other.train.label!r} and {cell.train.label!r} would be in one folder, "
                 f"{cell.name}, since '/', ':' and ',' of a setting are '-' there. Compare them in two output "
                 "folders."
+            )
+    by_label: dict[tuple[str, str, int], Cell] = {}
+    for cell in made:
+        other = by_label.setdefault((cell.method_label, cell.point_label, cell.seed), cell)
+        if other is not cell:
+            raise ConfigError(
+                f"The methods {other.method!r} and {cell.method!r} are both {cell.method_label}. Leave one "
+                "out."
             )
     return made
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tether.errors import ConfigError
 from tether.llm.choices import Choice, kind_of
 from tether.names import unknown
 from tether.settings import LAG_BOUND, LagBound, LagGrowth, TROLLSettings, check_support_size
@@ -132,6 +133,14 @@ class Clip(NoTrustRegion):
     """How far a ratio may fall; by default .2, and 3e-4 for the ratios of sequences (estimator gspo)."""
     clip_high: float | None = None
     """How far a ratio may rise; by default clip_low, and 4e-4 for the ratios of sequences."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        super().__post_init__()
+        for name in ("clip_low", "clip_high"):
+            width = getattr(self, name)
+            if width is not None and not width >= 0:
+                raise ConfigError(f"method.{name} must be at least 0, or left out; got {width}.")
 
     def widths(self, settings: Settings) -> tuple[float, float]:
         """Lower and upper half-width.

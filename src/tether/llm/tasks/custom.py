@@ -145,10 +145,11 @@ _RAISED = "²³¹⁰-ⁿ"
 _SPACED_SIGN = (
     rf"(?:(?:\A|(?<=[=≈:,;<>]\ )|(?<=[=≈:,;<>(\[{{$*]))[{MINUS}]|(?<=[A-Za-z][A-Za-z]\ )[-\u2212])\ "
 )
-# A fraction, a power and a power of ten are one number, so that neither 3/4 ends in 4 nor 2½ begins as 2.
+# A fraction, a power and a power of ten are one number, so that neither 3/4 ends in 4 nor 2½ begins as 2. The
+# points of an ellipsis or a version are no number's.
 _LAST = re.compile(
     rf"\\[dtc]?frac\W{{0,2}}\d+(?:\W{{1,3}}\d+)?"
-    rf"|(?:(?<![\w.)\]}}])[{MINUS}]|{_SPACED_SIGN})?\$?(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+    rf"|(?:(?<![\w.)\]}}])[{MINUS}]|{_SPACED_SIGN})?\$?(?:{_DIGITS}(?:\.\d+)?|(?<![\w.])\.\d+)"
     rf"(?:[eE][-+]?\d{{1,12}}(?!\d)|\ ?(?:\\times|\\cdot|[×x*])\ ?{_TEN_TO}"
     rf"|\ ?\^\ ?\{{?-?\d+\}}?|(?:\ ?[/⁄∕]\ ?\d+)+|\ ?[{_FRACTIONS}]|[{_RAISED}]+)?|[{_FRACTIONS}]",
     re.ASCII,

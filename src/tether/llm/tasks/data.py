@@ -220,6 +220,8 @@ def check_bad_rows(bad_rows: str) -> BadRows:
 def _parse_row(line: bytes, where: str, fields: Sequence[str]) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
+        if rb"\ud" in line.lower():  # half a character, which no tokenizer or file takes
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line). Convert the file."
@@ -228,7 +230,7 @@ def _parse_row(line: bytes, where: str, fields: Sequence[str]) -> dict[str, Any]
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}). Fix or remove the line."
         ) from error
-    except (ValueError, RecursionError) as error:  # an integer of too many digits, too deep a nesting
+    except (ValueError, RecursionError) as error:  # half a character, too long an integer, too deep a nesting
         raise DataError(f"{where}: JSON that cannot be read ({error}). Fix or remove the line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}, not an object. Give one JSON object a line.")

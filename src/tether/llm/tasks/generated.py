@@ -24,12 +24,12 @@ class GeneratedTask:
 
         Args:
             split: ``"train"``, ``"validation"`` or ``"test"``.
-            limit: How many; by default 8192 for training and 512 for each of the others.
+            limit: How many at most; by default 8192 for training and 512 for each of the others.
             seed: Which ones, and their order.
 
         Raises:
             InvalidInputError: An unknown split, or `limit` below 1.
-            DataError: The split holds fewer problems than asked for.
+            DataError: The split holds no problem.
         """
         check_request(split, limit)
         return draw_distinct(self._draw, self.name, split, limit, seed, self._split_key)
@@ -52,10 +52,12 @@ def draw_distinct(
 ) -> list[Problem]:
     """Draw problems, each with its canonical key, until `limit` distinct ones of `split` are found.
 
+    Of a smaller split that is all of it: those found before 20,000 draws in a row give no new one.
+
     `split_key` takes from a key what problems share that must be in the same split; by default all of it.
 
     Raises:
-        DataError: No new problem turned up in 20,000 draws: the split is smaller than `limit`.
+        DataError: The split holds no problem.
 
     >>> tiny = lambda rng: (key := str(rng.randint(0, 99)), Problem(key, key))
     >>> len(draw_distinct(tiny, "tiny", "test", 3, seed=0))
@@ -65,16 +67,13 @@ def draw_distinct(
     rng = random.Random(f"{name}/{split}/{seed}")
     found: dict[str, Problem] = {}
     misses = 0
-    while len(found) < wanted:
+    while len(found) < wanted and misses <= _PATIENCE:
         key, problem = draw(rng)
         if key in found or split_of(split_key(key)) != split:
             misses += 1
-            if misses > _PATIENCE:
-                raise DataError(
-                    f"The {split} split of task {name!r} holds about {len(found)} distinct problems, but "
-                    f"{wanted} were asked for. Lower the limit or make the problems larger."
-                )
-            continue
-        misses = 0
-        found[key] = problem
+        else:
+            misses = 0
+            found[key] = problem
+    if not found:
+        raise DataError(f"The {split} split of task {name!r} holds no problem. Make the problems larger.")
     return list(found.values())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from tether.errors import ConfigError
+from tether.experiments.settings_file import as_truth
 
 _TYPES: dict[type, tuple[type, str]] = {
     bool: (bool, "true or false"),
@@ -26,8 +28,8 @@ _TYPES: dict[type, tuple[type, str]] = {
 def bind_options(task: str, factory: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options as the task's signature asks for them.
 
-    "true" and "false" become bools and numbers paths where such are asked for: a command line cannot say
-    which it means.
+    "true" and "false" become bools, texts numbers and numbers paths where such are asked for: a command line
+    cannot say which it means.
 
     Raises:
         ConfigError: An option is unknown, missing, or of another type than its annotation says.
@@ -35,6 +37,9 @@ def bind_options(task: str, factory: Callable[..., Any], options: dict[str, Any]
     >>> def make(path: str | Path, chat: bool = True): ...
     >>> bind_options("demo", make, {"path": 2024, "chat": "false"})
     {'path': '2024', 'chat': False}
+    >>> def make(seconds: float): ...
+    >>> bind_options("demo", make, {"seconds": "1e1"})
+    {'seconds': 10.0}
     """
     try:
         signature = inspect.signature(factory, eval_str=True)
@@ -58,8 +63,12 @@ def _as_asked(task: str, name: str, value: Any, annotation: Any) -> Any:
     asked = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if not all(isinstance(kind, type) and kind in _TYPES for kind in asked):
         return value
-    if bool in asked and isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
+    if bool in asked:
+        value = as_truth(value)
+    for kind in (int, float):
+        if kind in asked and isinstance(value, str) and str not in asked:
+            with suppress(ValueError):
+                value = kind(value)
     is_bool = isinstance(value, bool)  # which to Python is a number, too
     if Path in asked and isinstance(value, Real) and not is_bool:
         return str(value)

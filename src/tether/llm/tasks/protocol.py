@@ -64,7 +64,8 @@ class Task(Protocol):
     """A response length, in tokens, that suits the task; a suggestion for the trainer."""
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
-        """The first `limit` problems of a split in the order `seed` gives; None takes the default number."""
+        """The first `limit` problems of a split in the order `seed` gives, all of one that has fewer; None
+        takes the default number."""
         ...
 
     def verify(self, response: str, problem_answer: str) -> Verdict:
