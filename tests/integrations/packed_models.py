@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -60,6 +68,30 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, **s)
     ),
 }  # fmt: skip
+
+SMALL_VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+                "image_size": 16, "patch_size": 8}  # fmt: skip
+#: What cannot run on packed sequences, and why.
+UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
+    "images": (
+        lambda: Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=SIZES, vision_config=SMALL_VISION, mm_tokens_per_image=4)
+        ),
+        "more than text",
+    ),
+    "states": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1)),
+        "carries a state",
+    ),
+    "convolutions": (
+        lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
+        "layers of type conv",
+    ),
+    "no positions": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=8, n_layer=1, n_head=2)),
+        "takes no position_ids",
+    ),
+}
 
 #: Tokens and left padding of each row; most are alike in neither, one holds a token and one none.
 ROWS = [(7, 2), (1, 4), (11, 0), (5, 6), (0, 0), (2, 5), (11, 1)]

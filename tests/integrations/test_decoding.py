@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from packed_models import make
+from packed_models import SIZES, UNFIT, make
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-from tether.errors import InvalidInputError
+from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.decoding import decode, draw
 
 PROMPTS = [[5, 6, 7], [9], [5, 6, 7], [8, 4, 11, 3, 21], [9], [5, 6]]
@@ -32,6 +33,21 @@ def test_greedy_responses_are_those_of_each_prompt_alone(family: str) -> None:
     wanted = [greedy_alone(model, prompt, 8, ends) for prompt in PROMPTS]
     assert len({len(response) for response in wanted}) > 1
     assert decode(model, PROMPTS, max_new_tokens=8, temperature=None, end_ids=ends) == wanted
+
+
+@pytest.mark.parametrize("kind", ["states", "convolutions"])
+def test_models_that_remember_more_than_keys_and_values_are_refused(kind: str) -> None:
+    build, reason = UNFIT[kind]
+    with pytest.raises(ConfigError, match=reason):
+        decode(build().eval(), PROMPTS, max_new_tokens=2, temperature=1.0, end_ids={2})
+
+
+def test_chunked_attention_is_decoded() -> None:
+    config = Llama4TextConfig(**SIZES, num_local_experts=2, attention_chunk_size=2)
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(config).eval()
+    wanted = [greedy_alone(model, prompt, 4, set()) for prompt in PROMPTS]
+    assert decode(model, PROMPTS, max_new_tokens=4, temperature=None, end_ids={99}) == wanted
 
 
 def test_samples_follow_the_models_distribution_at_the_temperature() -> None:

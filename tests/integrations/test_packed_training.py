@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from packed_models import UNFIT
 from peft import LoraConfig
 from tiny_language_model import largest_difference, make_settings, make_tiny_model, make_tokenizer
 from transformers import MambaConfig, MambaForCausalLM
@@ -135,6 +136,18 @@ def test_compact_rollouts_learn_and_refuse_what_they_do_not_do(course: Callable[
     ):
         with pytest.raises(ConfigError, match=reason):
             course(OldPolicyTrainer, GRPOConfig, trainer_arguments={"compact_rollouts": True}, **refused)
+
+
+@pytest.mark.parametrize("kind", ["states", "convolutions"])
+def test_compact_rollouts_of_more_than_keys_and_values_are_refused(
+    make_trainer: Callable[..., Any], kind: str
+) -> None:
+    """When the trainer is made, and not at the first rollout."""
+    build, reason = UNFIT[kind]
+    with pytest.raises(ConfigError, match=f"remembers more of a row than keys and values: .*{reason}"):
+        make_trainer(
+            OldPolicyTrainer, GRPOConfig, model=build(), trainer_arguments={"compact_rollouts": True}
+        )
 
 
 def test_a_critic_too(course: Callable[..., Any]) -> None:

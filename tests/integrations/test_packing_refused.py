@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from packed_models import FAMILIES, SIZES, batch, make
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from packed_models import FAMILIES, SIZES, UNFIT, batch, make
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.packing import PackedLayout, add_packing
@@ -75,30 +63,6 @@ def test_rounding_is_not_taken_for_a_leak_nor_a_leak_for_rounding(dtype: torch.d
     add_packing(forgetful)
     with pytest.raises(ConfigError), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         forgetful.base_model(input_ids=ids, attention_mask=mask, pack_sequences=True)
-
-
-SMALL_VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-                "image_size": 16, "patch_size": 8}  # fmt: skip
-UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
-    "images": (
-        lambda: Gemma3ForConditionalGeneration(
-            Gemma3Config(text_config=SIZES, vision_config=SMALL_VISION, mm_tokens_per_image=4)
-        ),
-        "more than text",
-    ),
-    "states": (
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1)),
-        "carries a state",
-    ),
-    "convolutions": (
-        lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
-        "layers of type conv",
-    ),
-    "no positions": (
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=8, n_layer=1, n_head=2)),
-        "takes no position_ids",
-    ),
-}
 
 
 @pytest.mark.parametrize("kind", UNFIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -158,6 +159,19 @@ def test_a_difference_that_grows_is_warned_of_below_the_tolerance(
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    "setting", [{"repetition_penalty": 1.1}, {"generation_kwargs": {"presence_penalty": 0.5}}]
+)
+def test_penalties_are_refused_where_the_check_could_not_pass(
+    make_trainer: Callable[..., Any], engine: type[_Engine], setting: dict[str, Any]
+) -> None:
+    """What an engine reports of them is another policy than the network's, whatever its weights."""
+    with pytest.warns(TetherWarning), pytest.raises(ConfigError, match="changes every log-probability"):
+        make_trainer(TROLLTrainer, TROLLConfig, **SERVER, **setting)
+    with pytest.warns(TetherWarning, match="make the sampler a different policy"):
+        make_trainer(TROLLTrainer, TROLLConfig, **SERVER, **setting, troll_sampler_tolerance=math.inf)
+
+
 def test_the_check_can_be_switched_off(make_trainer: Callable[..., Any], engine: type[_Engine]) -> None:
     engine.late = True
     trainer = make_trainer(TROLLTrainer, TROLLConfig, **SERVER, max_steps=5, model=make_tiny_model(),
@@ -184,7 +198,7 @@ def test_rollouts_of_which_nothing_counts_leave_the_check_to_the_next(
     """Their difference of 0 would be taken for what arithmetic explains."""
     trainer = SimpleNamespace(
         state=SimpleNamespace(global_step=1), model=SimpleNamespace(training=True), _metrics={"train": {}},
-        accelerator=SimpleNamespace(reduce=lambda values, **_: values),
+        accelerator=SimpleNamespace(device="cpu", reduce=lambda values, **_: values),
     )  # fmt: skip
     trainer._metrics["train"] = defaultdict(list)
     check = SamplerCheck(trainer, 0.1)
@@ -198,3 +212,17 @@ def test_rollouts_of_which_nothing_counts_leave_the_check_to_the_next(
     trainer.state.global_step = 2
     check.after_generation({}, None)  # type: ignore[arg-type]  # 0.06 is twice the first, and no alarm
     assert trainer._metrics["train"]["trust_region/sampler_mismatch"] == pytest.approx([0.03, 0.06])
+
+
+def test_a_process_whose_batch_has_images_takes_part_in_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it, and compare what they have."""
+    others = torch.tensor([0.6, 20.0])
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=1), model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(device="cpu", reduce=lambda values, **_: values + others),
+    )  # fmt: skip
+    check = SamplerCheck(trainer, 0.1)
+    monkeypatch.setattr(SamplerCheck, "tolerance", Tolerance(0.05, 0.15))
+    check.after_generation({"pixel_values": torch.zeros(1)}, None)  # type: ignore[arg-type]
+    assert trainer._metrics["train"]["trust_region/sampler_mismatch"] == pytest.approx([0.03])

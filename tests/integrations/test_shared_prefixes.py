@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from packed_models import FAMILIES, PRECISION, batch, inputs, make
+from packed_models import FAMILIES, PRECISION, SIZES, WINDOW, WINDOWS, batch, inputs, make
 from torch import Tensor
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.errors import ConfigError, InvalidInputError
-from tether.integrations.packing import add_packing
+from tether.integrations.packing import PackedLayout, add_packing
 from tether.integrations.shared_prefixes import SharedLayout
 
 WITHOUT_WINDOWS = [name for name in FAMILIES if name not in ("Gemma-3", "Qwen2 with windows")]
+#: Models with a window, and some that have one in their settings and do not use it.
+WINDOWED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "Gemma-3": (FAMILIES["Gemma-3"], True),
+    "Qwen2": (FAMILIES["Qwen2 with windows"], True),
+    "Qwen2, unused": (lambda **s: FAMILIES["Qwen2.5"](sliding_window=WINDOW, **s), False),
+    "Qwen3-MoE": (lambda **s: FAMILIES["Qwen3 with experts"](**WINDOWS, **s), True),
+    "Qwen3-MoE, unused": (lambda **s: FAMILIES["Qwen3 with experts"](sliding_window=WINDOW, **s), False),
+    "Mistral": (lambda **s: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW, **s)), True),
+    "Mistral, none": (
+        lambda **s: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, **s)),
+        False,
+    ),
+    "Mixtral": (
+        lambda **s: MixtralForCausalLM(
+            MixtralConfig(**SIZES, num_local_experts=2, sliding_window=WINDOW, **s)
+        ),
+        True,
+    ),
+    "Phi-3": (lambda **s: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=WINDOW, **s)), True),
+    "Starcoder2": (
+        lambda **s: Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=WINDOW, **s)),
+        True,
+    ),
+}
 
 
 def alike() -> tuple[Tensor, Tensor]:
@@ -64,10 +101,13 @@ def test_a_token_sees_its_own_sequence_and_nothing_else() -> None:
 
 
 def test_long_batches_are_several_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tether.integrations.shared_prefixes._CAPACITIES", (10,))
+    """As where attention is all that costs anything."""
+    monkeypatch.setattr("tether.integrations.shared_prefixes._AS_LONG", 0)
     model = make("Llama-3", attn_implementation="sdpa")
     ids, mask = alike()
-    assert SharedLayout.of(ids, mask).position_ids.shape[0] > 1
+    layout = SharedLayout.of(ids, mask)
+    assert layout.position_ids.shape[0] > 1
+    assert layout.cost < PackedLayout.of(mask).cost  # or it would not be taken
     shared, packed = (
         model(**inputs(ids, mask), pack_sequences=packing, support_top_k=4).log_probs
         for packing in ("shared", True)
@@ -83,16 +123,31 @@ def test_no_token_at_all_keeps_the_graph() -> None:
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_sequences_longer_than_a_window_and_other_attentions_are_refused() -> None:
-    ids, mask = batch()
-    for family, settings, reason in (
-        ("Gemma-3", {"attn_implementation": "sdpa"}, "window of the model's attention, 3 tokens"),
-        ("Llama-3", {"attn_implementation": "eager"}, "attn_implementation='eager'"),
-    ):
-        model = make(family, **settings)
-        add_packing(model)
-        with pytest.raises(ConfigError, match=reason):
-            model(**inputs(ids, mask), pack_sequences="shared", support_top_k=4)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_sequences_longer_than_a_window_are_refused(family: str) -> None:
+    """Whose own mask the mask of a tree would replace. Shorter ones, and models without one, share."""
+    torch.manual_seed(0)
+    build, has_window = WINDOWED[family]
+    model = build(attn_implementation="sdpa")
+    add_packing(model)
+    ids, mask = alike()
+    for longest in (WINDOW, 13):
+        given = {"input_ids": ids, "attention_mask": mask * (mask.cumsum(1) <= longest), "use_cache": False}
+        if has_window and longest > WINDOW:
+            with pytest.raises(ConfigError, match=f"attention, {WINDOW} tokens, and a sequence has 11"):
+                model.base_model(**given, pack_sequences="shared")
+            continue
+        shared, packed = (
+            model.base_model(**given, pack_sequences=packing).last_hidden_state
+            for packing in ("shared", True)
+        )
+        torch.testing.assert_close(shared, packed, atol=SUMMED_ANOTHER_WAY * unit_of(packed), rtol=0)
+
+
+def test_other_attentions_are_refused() -> None:
+    model = make("Llama-3", attn_implementation="eager")
+    with pytest.raises(ConfigError, match="attn_implementation='eager'"):
+        model(**inputs(*batch()), pack_sequences="shared", support_top_k=4)
 
 
 def test_shapes_that_differ_are_refused() -> None:
@@ -104,3 +159,26 @@ def test_a_little_more_than_fits_into_a_row_does_not_double_what_is_computed() -
     ids = torch.arange(1, 17)[:, None] * 100 + torch.arange(50)[None]  # 800 tokens, none of them shared
     rows, length = SharedLayout.of(ids, torch.ones_like(ids)).position_ids.shape
     assert rows * length <= 1.15 * 800
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(100, 50), (300, 80), (500, 100), (1500, 300)])
+def test_a_prompt_of_any_length_is_shared_by_its_responses(prompt: int, response: int) -> None:
+    ids = torch.randint(0, 1000, (8, prompt + response))
+    ids[:, :prompt] = ids[0, :prompt]
+    layout = SharedLayout.of(ids, torch.ones_like(ids))
+    assert layout.position_ids.numel() <= 1.01 * (prompt + 8 * response)
+
+
+def test_where_nothing_is_shared_rows_are_packed_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama-3", attn_implementation="sdpa")
+    seen = []
+    real = model.base_model._padded_forward
+    monkeypatch.setattr(
+        model.base_model, "_padded_forward", lambda **given: (seen.append(given), real(**given))[1]
+    )
+    ids = torch.arange(3, 43).view(4, 10)
+    for first in (ids, ids % 10 + 3):  # no token alike, and the same ones
+        model(**inputs(first, torch.ones_like(ids)), pack_sequences="shared", support_top_k=4)
+    *_, unlike, alike_ones = seen
+    assert (unlike["attention_mask"], unlike["input_ids"].numel()) == (None, 40)
+    assert alike_ones["input_ids"].numel() == 10

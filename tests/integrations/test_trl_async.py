@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.oracles import project_by_root
 from tiny_language_model import make_prompts, make_tiny_model, make_tokenizer
 from trl.experimental.async_grpo.packing import TreeRow
 
-from tether.errors import ConfigError, InvalidInputError
+from tether.errors import ConfigError, InvalidInputError, TetherWarning
 from tether.integrations.trl_async import AsyncTROLLConfig, AsyncTROLLTrainer
 from tether.integrations.trl_async_cpu import who_sees_whom
 
@@ -240,11 +241,18 @@ def test_a_version_nobody_published_is_refused(make_async: Callable[..., Any]) -
         ({"troll_sampler_tolerance": -1.0}, "tolerance is a positive difference"),
         ({"epsilon": 0.1}, "belong to the clip"),
         ({"top_k": 100}, "Set troll_top_k=100"),
+        ({"repetition_penalty": 1.1}, r"'repetition_penalty': 1.1.* changes every log-probability"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AsyncTROLLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **setting)
+
+
+def test_a_penalty_is_warned_of_where_the_server_is_not_checked(tmp_path: Path) -> None:
+    with pytest.warns(TetherWarning, match="make the sampler a different policy"):
+        AsyncTROLLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, repetition_penalty=1.1,
+                         troll_sampler_tolerance=math.inf)  # fmt: skip
 
 
 def test_other_settings_are_refused() -> None:

@@ -17,23 +17,26 @@ from typing import Any
 
 import pytest
 import torch
+from async_rollouts import WeightsInProcess
 from fake_vllm import fake_vllm
 from tiny_language_model import make_prompts, make_tiny_model, make_tokenizer
 from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 
-from tether.errors import EngineError, StaleSamplerError
-from tether.integrations.trl_async import AsyncTROLLConfig, AsyncTROLLTrainer
+from tether.errors import ConfigError, EngineError, StaleSamplerError, TetherWarning
+from tether.integrations.trl_async import AsyncClipTrainer, AsyncTROLLConfig, AsyncTROLLTrainer
 from tether.integrations.trl_async_records import CheckedQueue
 from tether.integrations.trl_async_worker import record
 from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
+from tether.integrations.vllm_server import SilentServerError
 
 
 def count_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(letter.isdigit() for letter in text)) for text in completions]
 
 
-def make_served(folder: Path, url: str, **settings: Any) -> AsyncTROLLTrainer:
-    """A trainer with TRL's own rollout worker, for a server at the address."""
+def make_served(folder: Path, url: str, worker: Any = None, **settings: Any) -> AsyncTROLLTrainer:
+    """A trainer with TRL's own rollout worker, or another, for a server at the address."""
     server = VLLMServer(url, silence=5.0)
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "report_to": "none",
@@ -46,7 +49,7 @@ def make_served(folder: Path, url: str, **settings: Any) -> AsyncTROLLTrainer:
     model.config._name_or_path = "tiny"
     return AsyncTROLLTrainer(
         model=model, reward_funcs=count_letters, args=AsyncTROLLConfig(**arguments),
-        train_dataset=make_prompts(), processing_class=make_tokenizer(),
+        train_dataset=make_prompts(), processing_class=make_tokenizer(), rollout_worker=worker,
         weight_transfer=FolderWeightTransfer(folder / "served", server.reload, pause=server.pause,
                                              resume=server.resume, untie=True),
     )  # fmt: skip
@@ -96,6 +99,87 @@ def test_an_infinite_tolerance_asks_nothing(tmp_path: Path) -> None:
         trainer = make_served(tmp_path, server.url, troll_sampler_tolerance=float("inf"))
         trainer._sync_weight()
         assert "/v1/completions" not in [path for path, _ in server.asked]
+
+
+def make_worker(url: str) -> Any:
+    """TRL's, with nothing but what it needs."""
+    return async_rollout_worker.AsyncRolloutWorker(
+        model_name="tiny", dataset=make_prompts(), reward_funcs=[count_letters],
+        processing_class=make_tokenizer(), eos_token_ids=[28], vllm_server_url=url,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_the_server_is_asked_with_the_settings_of_a_worker_of_ones_own(tmp_path: Path) -> None:
+    """Those that it was not given are TRL's."""
+    with fake_vllm() as server:
+        make_served(tmp_path, server.url, make_worker(server.url))._sync_weight()
+        (asked,) = [body for path, body in server.asked if path == "/v1/completions"]
+    assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (1.0, 1.0, 0)
+
+
+class _OwnLoop(async_rollout_worker._AsyncRolloutLoop):
+    pass
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_a_worker_that_would_lose_its_own_loop_is_refused(tmp_path: Path) -> None:
+    worker = make_worker("http://127.0.0.1:9")
+    worker._loop_cls = _OwnLoop
+    with pytest.raises(ConfigError, match="runs _OwnLoop"):
+        make_served(tmp_path, "http://127.0.0.1:9", worker)
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_only_a_server_that_is_silent_counts_as_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url)
+        monkeypatch.setattr(VLLMServer, "complete", _refuse_by(EngineError("It serves another model.")))
+        with pytest.raises(EngineError, match="It serves another model"):
+            trainer._sync_weight()
+        monkeypatch.setattr(VLLMServer, "complete", _refuse_by(SilentServerError("too late")))
+        with pytest.warns(TetherWarning, match="too busy to be asked"):
+            trainer._sync_weight()
+
+
+def _refuse_by(error: Exception) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    return refuse
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_a_server_is_waited_for_before_the_first_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the settings say; what is not there later is named at once."""
+    waited = []
+    real = VLLMServer.wait
+    monkeypatch.setattr(
+        VLLMServer, "wait", lambda self, timeout: (waited.append(timeout), real(self, timeout))
+    )
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url, vllm_server_timeout=77.0)
+        for _ in range(2):
+            trainer._sync_weight()
+    assert waited == [77.0]
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_settings_are_trls_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(AsyncGRPOConfig, use_cpu=True, bf16=False, report_to="none")
+    monkeypatch.setattr("tether.integrations.trl_async_base.AsyncGRPOConfig", on_cpu)
+    model = make_tiny_model()
+    model.config._name_or_path = "somewhere/tiny"
+    trainer = AsyncClipTrainer(
+        model, count_letters, train_dataset=make_prompts(), processing_class=make_tokenizer(),
+        weight_transfer=WeightsInProcess(), support_top_k=6,
+    )  # fmt: skip
+    assert trainer.args.output_dir == "tiny-AsyncGRPO"
+    with pytest.raises(ConfigError, match=r"'repetition_penalty': 1.1.* changes every log-probability"):
+        AsyncClipTrainer(model, count_letters, on_cpu("out", repetition_penalty=1.1), support_top_k=6)
 
 
 # ---------------------------------------------------------------------- servers that stop
@@ -168,7 +252,8 @@ def _worker(**changes: Any) -> Any:
 
     alive = SimpleNamespace(pid=7, exitcode=None, is_alive=lambda: True, kill=nothing, join=nothing)
     healthy = {
-        "_loop_kwargs": {}, "start": nothing, "stop": nothing, "check_health": nothing, "_process": alive,
+        "_loop_cls": async_rollout_worker._AsyncRolloutLoop, "_loop_kwargs": {},
+        "start": nothing, "stop": nothing, "check_health": nothing, "_process": alive,
     }  # fmt: skip
     return SimpleNamespace(**{**healthy, **changes})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -22,8 +23,9 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 
 from tether.errors import ConfigError, EngineError, InvalidInputError, TetherError
 from tether.integrations.trl_async_records import SamplerRecords
-from tether.integrations.trl_async_worker import RecordingLoop, read_choice, record
+from tether.integrations.trl_async_worker import RecordingLoop, check_records, read_choice, record
 from tether.integrations.trl_folder import FolderWeightTransfer, VLLMServer
+from tether.integrations.vllm_server import SilentServerError
 
 _CHOICE = {
     "token_ids": [7, 3],
@@ -107,11 +109,29 @@ def test_answers_without_records_are_refused(logprobs: dict[str, Any], message: 
         read_choice({"token_ids": [7, 3], "logprobs": logprobs}, 5)
 
 
-def test_trls_own_worker_is_told_to_record() -> None:
-    worker: Any = SimpleNamespace(_loop_cls=None, _loop_kwargs={}, start=None, check_health=None, stop=None)
+class _OwnLoop(_AsyncRolloutLoop):
+    pass
+
+
+class _OwnRecordingLoop(RecordingLoop):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loop", "run"), [(_AsyncRolloutLoop, RecordingLoop), (_OwnRecordingLoop, _OwnRecordingLoop)]
+)
+def test_a_worker_is_told_to_record(loop: Any, run: Any) -> None:
+    worker: Any = SimpleNamespace(_loop_cls=loop, _loop_kwargs={}, start=None, check_health=None, stop=None)
+    check_records(worker)
     record(worker, 64, lambda: None)
-    assert worker._loop_cls is RecordingLoop
+    assert worker._loop_cls is run
     assert worker._loop_kwargs == {"report_top_k": 64}
+
+
+def test_a_worker_whose_own_loop_does_not_record_is_refused() -> None:
+    """It would lose the loop: what it does besides, and silently."""
+    with pytest.raises(ConfigError, match=r"runs _OwnLoop, .* Derive that from .*RecordingLoop"):
+        check_records(SimpleNamespace(_loop_cls=_OwnLoop))  # type: ignore[arg-type]
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -119,6 +139,9 @@ class _Server(BaseHTTPRequestHandler):
     status: dict[str, int]
     device = b"cuda"
     body = b""  # of every answer, if there is one
+
+    def health(self) -> int:
+        return 200
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -129,7 +152,7 @@ class _Server(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.seen.append((self.path, b""))
-        self.send_response(200)
+        self.send_response(self.health() if self.path == "/health" else 200)
         self.end_headers()
         settings = b'{"vllm_config": {"device_config": {"device_type": "%s"}}}' % self.device
         self.wfile.write(self.body or settings)
@@ -204,9 +227,48 @@ def test_something_else_that_answers_there_is_named(server: Any, ask: str, body:
         found.model_name() if ask == "model_name" else found.complete({}, 5.0)
 
 
-def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TetherError, match="did not answer /pause"):
+def test_a_server_that_is_not_there_is_named() -> None:
+    """At once, and not as if it had been waited for."""
+    with pytest.raises(EngineError, match=r"did not answer /pause \(ConnectionError"):
         VLLMServer("http://127.0.0.1:9").pause()
+
+
+def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    monkeypatch.setattr("tether.integrations.vllm_server._LOADING", 0.01)
+    statuses = [503, 503]
+    monkeypatch.setattr(server.handler, "health", lambda _: statuses.pop() if statuses else 200)
+    VLLMServer(server.url).wait(30.0)
+    assert server.seen == [("/health", b"")] * 3
+    with pytest.raises(EngineError, match=r"did not answer /health .* given 0.05 s .*vllm_server_timeout"):
+        VLLMServer("http://127.0.0.1:9").wait(0.05)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "message"),
+    [
+        (
+            404,
+            "The model `tiny` does not exist.",
+            "`tiny` does not exist.* It serves 'served' and was asked for 'tiny': .*--served-model-name tiny",
+        ),
+        (
+            400,
+            "Requested sample logprobs of 64, which is greater than max allowed: 20",
+            r"\(400\).* max allowed: 20.* asked for logprobs=64: start it with --max-logprobs -1",
+        ),
+        (400, "The prompt is too long", r"\(400\): .*The prompt is too long"),
+    ],
+)
+def test_a_request_that_a_server_refuses_is_told_in_its_own_words(
+    server: Any, status: int, said: str, message: str
+) -> None:
+    server.status["/v1/completions"] = status
+    server.handler.body = json.dumps({"error": {"message": said}, "data": [{"id": "served"}]}).encode()
+    with pytest.raises(EngineError, match=message) as refused:
+        VLLMServer(server.url).complete({"model": "tiny", "logprobs": 64}, 5.0)
+    assert not isinstance(refused.value, SilentServerError)
+    assert "VLLM_SERVER_DEV_MODE" not in str(refused.value)
+    assert "old weights" not in str(refused.value)
 
 
 def test_a_transfer_that_is_cut_off_leaves_the_weights_before_it(tmp_path: Path) -> None:

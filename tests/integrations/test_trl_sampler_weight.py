@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_language_model import largest_difference
 from torch import Tensor
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
@@ -79,6 +79,34 @@ def test_stale_tokens_are_weighed_by_the_policy_of_now(
             stale += int((expected[mask] - 1).abs().max() > 0.1)
         assert stale >= 2
     assert largest_difference(trainers[0].model, trainers[1].model) > 1e-3
+
+
+class _BesideTRL(OldPolicyTrainer):
+    """Notes its loss, TRL's of the same batch, network and weights, and how far these are from one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.losses: list[tuple[float, float, float]] = []
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        with torch.no_grad():
+            theirs = GRPOTrainer._compute_loss(self, model, inputs)
+        apart = (inputs["importance_sampling_ratio"] - 1).abs().max()
+        self.losses.append((loss.item(), theirs.item(), apart.item()))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Completions are sampled 4 updates ago")
+def test_vespo_weighs_each_token_once(train: Callable[..., Any]) -> None:
+    """Which reads the weights into its weight of a sequence by itself."""
+    trainer = train(
+        _BesideTRL, GRPOConfig, loss_type="vespo", max_steps=6, steps_per_generation=2, learning_rate=1e-3,
+        trainer_arguments={"lag": LAG, "sampler_weight": 1.5},
+    )  # fmt: skip
+    for ours, theirs, _ in trainer.losses:
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=0)  # logits summed in another order
+    assert trainer.losses[-1][2] > 0.1
 
 
 @pytest.mark.parametrize("kind", ["clip", "troll"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.errors import InvalidInputError
+from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.grouped_attention import grouped_attention
 
 # Leaving rows out copies what the model remembers of the others; it pays once so many of them have ended.
@@ -20,6 +20,8 @@ _SHARE_ENDED = 1 / 8
 # Outcomes whose weights are summed together before one is looked for.
 _STRIP = 256
 _BELOW_ONE = 1 - 2.0**-52
+#: Types of layers that remember keys and values of tokens, and nothing else.
+KEYS_AND_VALUES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 Watch = Callable[[Tensor, Tensor, Tensor], None]
 """Told of each step: rows [n] that are written, log-probabilities [n, V] they are drawn from, tokens [n]."""
@@ -51,6 +53,7 @@ def decode(
 
     Raises:
         InvalidInputError: no prompt, an empty one, or no room for a response.
+        ConfigError: a model whose layers remember more than keys and values.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,8 +68,21 @@ def decode(
             f"Give at least one prompt, none of them empty, and max_new_tokens of at least 1; got "
             f"{len(prompts)} prompts and max_new_tokens={max_new_tokens}."
         )
+    if (other := beyond_attention(model)) is not None:
+        raise ConfigError(
+            f"{type(model).__name__} remembers more of a row than keys and values, which is all that is kept "
+            f"here: {other}. Have its responses written by Transformers' generate (rollouts: transformers)."
+        )
     with grouped_attention(model):
         return _decode(model, prompts, max_new_tokens, temperature, end_ids, watch)
+
+
+def beyond_attention(model: Any, layers: frozenset[str] = KEYS_AND_VALUES) -> str | None:
+    """What a model says it has besides layers of these types, if anything."""
+    if getattr(model, "_is_stateful", False):
+        return "it carries a state from token to token"
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - layers
+    return f"it has layers of type {', '.join(sorted(others))}" if others else None
 
 
 def _decode(

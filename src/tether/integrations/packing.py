@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, InvalidInputError
+from tether.integrations.decoding import beyond_attention
 from tether.integrations.grouped_attention import grouped_attention
 from tether.integrations.shared_prefixes import RowLayout, SharedLayout
 
@@ -175,6 +176,7 @@ def _run_packed(
         layout = _shared_layout(backbone, input_ids, attention_mask)
     else:
         layout = PackedLayout.of(attention_mask, one_row=_attends_within_sequences(backbone))
+    shared = isinstance(layout, SharedLayout)
     with _attention_of(backbone, shared=shared):
         output = backbone._padded_forward(
             input_ids=layout.pack(input_ids),
@@ -196,23 +198,31 @@ def _attention_of(backbone: Any, *, shared: bool) -> AbstractContextManager[None
     return grouped_attention(backbone) if shared and not backbone.is_gradient_checkpointing else nullcontext()
 
 
-def _shared_layout(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> SharedLayout:
-    """The layout, if this backbone's attention takes the mask of a tree."""
+def _shared_layout(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> PackedLayout | SharedLayout:
+    """The layout, if this backbone's attention takes a tree's mask; packed rows where they take less."""
     config = backbone.config
     if config._attn_implementation != "sdpa":
         raise ConfigError(
             "Beginnings are shared under PyTorch's attention alone; the model has attn_implementation="
             f"{config._attn_implementation!r}. Load it with 'sdpa', or leave share_prefixes off."
         )
-    layout = SharedLayout.of(input_ids, attention_mask)
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    window, longest = config.sliding_window if windows else None, int(layout.position_ids.max()) + 1
-    if window is not None and longest > window:
+    window = _window(config)
+    if window is not None and (longest := int((attention_mask != 0).sum(1).max())) > window:
         raise ConfigError(
             f"Beginnings are shared up to the window of the model's attention, {window} tokens, and a "
             f"sequence has {longest}. Shorten prompts or responses, or leave share_prefixes off."
         )
-    return layout
+    packed, shared = PackedLayout.of(attention_mask), SharedLayout.of(input_ids, attention_mask)
+    return shared if shared.cost < packed.cost else packed
+
+
+def _window(config: Any) -> int | None:
+    """Tokens that some layer's attention reaches back over, the token itself among them; None for all."""
+    types = getattr(config, "layer_types", None)
+    # Mistral and others that have no types of layers use the window in every layer.
+    if types is not None and "sliding_attention" not in types:
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _is_given(value: Any) -> bool:
@@ -273,11 +283,8 @@ def _reason_against(model: PreTrainedModel) -> str | None:
         return "it reads more than text, and what belongs to an image or a sound is not packed"
     if config.is_encoder_decoder:
         return "it has an encoder"
-    if getattr(model, "_is_stateful", False):
-        return "it carries a state from token to token, which does not stop where a sequence ends"
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
-    if foreign:
-        return f"it has layers of type {', '.join(foreign)}, which do not stop where a sequence ends"
+    if (other := beyond_attention(model, _PACKABLE_LAYERS)) is not None:
+        return f"{other}, and what that carries on does not stop where a sequence ends"
     backbone: Any = model.base_model
     if backbone is model:
         return "its backbone is not to be had apart from its head"

@@ -143,10 +143,11 @@ class SamplerCheck:
         tolerance = self.tolerance
         if math.isinf(tolerance.most):
             return
-        if "pixel_values" in output:  # whose rows are not those of the batch
-            return
-        difference, count = self._difference(output, policy)
-        totals = trainer.accelerator.reduce(torch.stack((difference, count)), reduction="sum")
+        compared = torch.zeros(2, device=trainer.accelerator.device)
+        if "pixel_values" not in output:  # whose rows are not those of the batch
+            compared += torch.stack(self._difference(output, policy))
+        # In every process, also one whose batch has images: the others wait for it.
+        totals = trainer.accelerator.reduce(compared, reduction="sum")
         if totals[1] == 0:  # all of them masked: the next rollouts will tell
             return
         self._checked_step = step

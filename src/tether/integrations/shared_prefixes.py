@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 
-# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more. That
-# length is taken with which the least is computed: a little more than one row holds makes two short ones.
-_CAPACITIES = tuple(range(768, 255, -64))
+# Attention forms a square of a packed row's tokens and masks it: longer rows share more and mask more. In a
+# row of so many tokens it takes as long as all else (a layer of width 576, on a processor, both passes).
+_AS_LONG = 2048
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class RowLayout:
     def unpack(self, values: Tensor) -> Tensor:
         """Packed values [R, L, ...] as padded ones [B, W, ...]; zero where there is padding."""
         return _move(values, self.packed, self.padded, self.padded_shape)
+
+    @property
+    def cost(self) -> float:
+        """What a backbone computes for it, to compare layouts by."""
+        rows, length = self.position_ids.shape
+        return _cost(rows, length, self.padded_shape[0])
 
 
 @dataclass(frozen=True)
@@ -84,20 +90,21 @@ class SharedLayout(RowLayout):
         rows, columns = mask.nonzero(as_tuple=True)
         # Sequences that begin alike are neighbours, and so in the same tree.
         order = sorted((ids[row][mask[row]].tolist(), row) for row in range(mask.shape[0]))
-        trees = _planted(order, _best_capacity([tokens for tokens, _ in order]))
+        begun, lengths = _planted([tokens for tokens, _ in order])
+        length = max(1, *lengths)
         place = torch.zeros((2, *mask.shape), dtype=torch.long)
-        for index, tree in enumerate(trees):
-            for row, path in tree.paths.items():
-                place[0, row], place[1, row, mask[row]] = index, torch.tensor(path, dtype=torch.long)
-        length = max(1, *(len(tree.positions) for tree in trees))
+        positions = torch.zeros((len(lengths), length), dtype=torch.long)
+        seen = torch.eye(length, dtype=torch.bool).repeat(len(lengths), 1, 1)
+        path = torch.zeros(0, dtype=torch.long)  # nodes of the sequence before, from the root on
+        for (tokens, row), (tree, start, shared) in zip(order, begun, strict=True):
+            new = slice(start, start + len(tokens) - shared)
+            if shared:  # what their last common node sees, the new nodes see
+                seen[tree, new] = seen[tree, path[shared - 1]]
+            path = torch.cat((path[:shared], torch.arange(new.start, new.stop)))
+            seen[tree, new, new] = torch.ones(2 * (len(path) - shared,), dtype=torch.bool).tril()
+            positions[tree, new] = torch.arange(shared, len(path))
+            place[0, row], place[1, row, mask[row]] = tree, path
         device = input_ids.device
-        positions = torch.zeros((len(trees), length), dtype=torch.long)
-        seen = torch.eye(length, dtype=torch.bool).repeat(len(trees), 1, 1)
-        for index, tree in enumerate(trees):
-            positions[index, : len(tree.positions)] = torch.tensor(tree.positions, dtype=torch.long)
-            for path in tree.paths.values():
-                nodes = torch.tensor(path, dtype=torch.long)
-                seen[index, nodes[:, None], nodes] |= torch.ones(len(path), len(path)).tril().bool()
         return cls(
             (rows.to(device), columns.to(device)),
             (place[0, rows, columns].to(device), place[1, rows, columns].to(device)),
@@ -107,49 +114,44 @@ class SharedLayout(RowLayout):
         )
 
 
-class _Tree:
-    """Sequences of tokens, their common beginnings once."""
-
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.paths: dict[int, list[int]] = {}
-        """The nodes of each sequence, from the root on, by its row among the padded ones."""
-        self._nodes: dict[tuple[int, int], int] = {}
-
-    def add(self, row: int, tokens: list[int]) -> None:
-        path: list[int] = []
-        for position, token in enumerate(tokens):
-            key = (path[-1] if path else -1, token)
-            if key not in self._nodes:
-                self._nodes[key] = len(self.positions)
-                self.positions.append(position)
-            path.append(self._nodes[key])
-        self.paths[row] = path
+_Begun = list[tuple[int, int, int]]
+"""Of each sequence its tree, its first node there, and how many before that it has in common."""
 
 
-def _planted(order: list[tuple[list[int], int]], capacity: int) -> list[_Tree]:
-    """Sequences with their rows, put one after another into trees of at most so many tokens, if they fit."""
-    trees = [_Tree()]
-    for tokens, row in order:
-        if trees[-1].paths and len(trees[-1].positions) + len(tokens) > capacity:
-            trees.append(_Tree())
-        trees[-1].add(row, tokens)
-    return trees
+def _planted(sequences: list[list[int]]) -> tuple[_Begun, list[int]]:
+    """Sorted sequences in the trees for which the least is computed, and how many nodes these have."""
+    pairs = (zip(*pair, strict=False) for pair in pairwise(sequences))
+    alike = [0, *(sum(takewhile(bool, starmap(eq, pair))) for pair in pairs)]
+    lengths = [len(tokens) for tokens in sequences]
+    longest, doublings = max(lengths, default=0), len(lengths).bit_length()
+    # From room for the longest up to one tree for all, by steps of a tenth.
+    capacities = (longest * 2 ** (step / 8) for step in range(8 * doublings + 1))
+    plans = (_in_turn(lengths, alike, capacity) for capacity in capacities)
+    return min(plans, key=lambda plan: _cost(len(plan[1]), max(plan[1]), len(lengths)))
 
 
-def _best_capacity(order: list[list[int]]) -> int:
-    """With which `_planted` computes the least tokens, told from what sorted neighbours begin with alike."""
-    alike = [0, *(sum(takewhile(bool, starmap(eq, zip(*pair, strict=False)))) for pair in pairwise(order))]
+def _in_turn(lengths: list[int], alike: list[int], capacity: float) -> tuple[_Begun, list[int]]:
+    """Trees filled one after another, up to so many nodes.
 
-    def tokens_computed(capacity: int) -> int:
-        sizes = [0]
-        for tokens, shared in zip(order, alike, strict=True):
-            if sizes[-1] and sizes[-1] + len(tokens) > capacity:
-                sizes.append(0)
-            sizes[-1] += len(tokens) - (shared if sizes[-1] else 0)
-        return len(sizes) * max(sizes)
+    Args:
+        lengths: of sorted sequences.
+        alike: with how many tokens each begins as the one before it does.
+        capacity: at least the longest.
+    """
+    begun, sizes = [], [0]
+    for length, shared in zip(lengths, alike, strict=True):
+        if sizes[-1] + length - shared > capacity:
+            sizes.append(0)
+        kept = shared if sizes[-1] else 0
+        begun.append((len(sizes) - 1, sizes[-1], kept))
+        sizes[-1] += length - kept
+    return begun, sizes
 
-    return min(_CAPACITIES, key=tokens_computed)
+
+def _cost(rows: int, length: int, sequences: int) -> float:
+    """Of packed rows; half of the square is skipped if each row holds a single sequence, without a mask."""
+    square = length if rows < sequences else length / 2
+    return rows * length * (square + _AS_LONG)
 
 
 def _move(

@@ -10,9 +10,11 @@ from typing import Any
 from tether.integrations import trl_async_seam  # noqa: F401
 from tether.integrations.trl_config import (
     RegionFields,
+    check_penalties,
     check_sampler_tolerance,
     lag_bound,
     sampler_tolerance_field,
+    warn_of_reshaped_sampling,
 )
 
 # isort: split
@@ -21,7 +23,7 @@ from torch import Tensor
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from tether.errors import ConfigError, InvalidInputError, warn
+from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.trl_async_base import PackedPass, RecordedTrainer, truncates
 from tether.integrations.trl_card import PAPER
 from tether.losses import troll_objective
@@ -59,11 +61,8 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
                 f"top_k={self.top_k} keeps more ids than troll_top_k={self.troll_top_k} are reported of. Set "
                 f"troll_top_k={self.top_k}."
             )
-        if self.repetition_penalty != 1.0:
-            warn(
-                f"repetition_penalty={self.repetition_penalty} makes the sampler another policy than the "
-                "network it is compared with. Leave it at 1 while training."
-            )
+        check_penalties(self, self.troll_sampler_tolerance)
+        warn_of_reshaped_sampling(self, "sampler")
 
     @property
     def truncates(self) -> bool:

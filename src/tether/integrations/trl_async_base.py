@@ -15,9 +15,10 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-from trl.trainer.utils import maybe_gather_lm_head_ctx
+from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from tether.integrations.lag_metrics import by_process, lag_metrics
 from tether.integrations.sampler_reports import at_reported_ids
@@ -32,7 +33,8 @@ from tether.integrations.trl_async_records import (
     CheckedQueue,
     RecordCollator,
 )
-from tether.integrations.trl_async_worker import abandoning, record
+from tether.integrations.trl_async_worker import abandoning, check_records, record
+from tether.integrations.trl_config import check_penalties
 from tether.integrations.vllm_server import VLLMServer
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SampledPolicy, SparseLogProbs
@@ -54,6 +56,10 @@ class RecordedTrainer(AsyncGRPOTrainer):
         sampler_tolerance: as `troll_sampler_tolerance` of `TROLLConfig`.
 
     On a CPU attention over packed rows is computed in plain torch.
+
+    Raises:
+        ConfigError: penalties, with which the check of the server's weights could not pass; a rollout worker
+            with a loop of its own that does not record.
     """
 
     #: Of the server's weights, where it is known; the server is asked otherwise.
@@ -74,6 +80,14 @@ class RecordedTrainer(AsyncGRPOTrainer):
         #: The optimizer step at which each version of the policy was published.
         self._published: dict[int, int] = {}
         self._transfer_check: TransferCheck | None = None
+        #: That TRL's worker talks to, in the process that talks to it.
+        self._server: VLLMServer | None = None
+        worker = kwargs.get("rollout_worker")
+        served = self._is_served(worker)
+        if isinstance(worker, AsyncRolloutWorker):
+            check_records(worker)
+        args = self._settings(model) if args is None else args
+        check_penalties(args, sampler_tolerance)
         on_cpu = args.device.type == "cpu"
         with without_peak_flops(active=on_cpu), _loaded_already(model, on_cpu=on_cpu) as name:
             super().__init__(name, reward_funcs, args, *rest, **kwargs)
@@ -83,7 +97,6 @@ class RecordedTrainer(AsyncGRPOTrainer):
             attend_on_cpu(base)
         #: Ids the model has logits of.
         self.vocabulary_size = int(base.config.get_text_config().vocab_size)
-        served = self._is_served(kwargs.get("rollout_worker"))
         server = VLLMServer(args.vllm_server_base_url)
         if served:
             self._transfer_check = TransferCheck(
@@ -92,11 +105,18 @@ class RecordedTrainer(AsyncGRPOTrainer):
         if not self.accelerator.is_main_process:
             return
         if served:
+            self._server = server
             record(self.rollout_worker, support_top_k, server.check)
         self.rollout_queue = CheckedQueue(
             self.rollout_queue, self._published, truncated=truncates(args),
             vocabulary_size=self.vocabulary_size,
         )  # fmt: skip
+
+    @staticmethod
+    def _settings(model: Any) -> AsyncGRPOConfig:
+        """TRL's defaults, with its rule for where the results go."""
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return AsyncGRPOConfig(f"{name.split('/')[-1]}-AsyncGRPO")
 
     @staticmethod
     def _is_served(worker: Any) -> bool:
@@ -122,6 +142,8 @@ class RecordedTrainer(AsyncGRPOTrainer):
 
     def _sync_weight(self) -> None:
         with abandoning(self.rollout_worker):
+            if self._server is not None and not self._published:  # it may still load its model
+                self._server.wait(self.args.vllm_server_timeout)
             super()._sync_weight()
             self._published[self.model_version] = int(self.state.global_step)
             if self._transfer_check is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,14 +18,15 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from trl.experimental.async_grpo.packing import TreeRow
 
-from tether.errors import EngineError, warn
+from tether.errors import warn
 from tether.integrations.sampler_check import Mismatch, explained
 from tether.integrations.sampler_reports import Reported
 from tether.integrations.trl_async_records import CheckedRecords, RecordCollator, SamplerRecords
 from tether.integrations.trl_async_worker import prompt_ids, read_choice
-from tether.integrations.vllm_server import VLLMServer
+from tether.integrations.vllm_server import SilentServerError, VLLMServer
 
 #: Prompts of the data set that are asked about before anything was sampled, and the longest context.
 _PROMPTS, _LONGEST = 8, 512
@@ -90,8 +92,18 @@ class TransferCheck:
             found = self._prompts()
         return [list(context) for context in dict.fromkeys(tuple(ids) for ids in found if ids)]
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the worker samples by: its own settings, and TRL's where it was given none."""
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(_AsyncRolloutLoop.__init__).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        return {**defaults, **self._trainer.rollout_worker._loop_kwargs}
+
     def _prompts(self) -> list[list[int]]:
-        settings = self._trainer.rollout_worker._loop_kwargs
+        settings = self._settings
         rows = [row for row in islice(settings["dataset"], _PROMPTS) if row.get("prompt")]
         tokenizer, options = settings["processing_class"], settings["chat_template_kwargs"] or {}
         return [prompt_ids(tokenizer, row["prompt"], **options)[:_LONGEST] for row in rows]
@@ -103,18 +115,18 @@ class TransferCheck:
         if trainer.engine_dtype is None:
             name = str(self._server.info()["model_config"]["dtype"]).removeprefix("torch.")
             trainer.engine_dtype = getattr(torch, name, None)
-        settings = trainer.rollout_worker._loop_kwargs
+        settings = self._settings
         sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         payload = {
             "model": f"{trainer._lora_name}-v{trainer.model_version}" if trainer._lora_sync
             else settings["model_name"],
             "prompt": contexts, "max_tokens": 1, "n": 1, "seed": 0, "return_token_ids": True,
             "logprobs": self._top_k, "return_tokens_as_token_ids": True,
-            **{name: settings[name] for name in sampling if settings.get(name) is not None},
+            **{name: settings[name] for name in sampling if settings[name] is not None},
         }  # fmt: skip
         try:
             choices = self._server.complete(payload, 2 / 3 * self._server.silence)["choices"]
-        except EngineError:
+        except SilentServerError:
             self._server.check(self._server.silence / 2)  # or it is only busy
             if not self._warned:
                 warn(

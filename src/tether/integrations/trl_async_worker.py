@@ -27,7 +27,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _chain_to_sequences,
 )
 
-from tether.errors import EngineError, InvalidInputError
+from tether.errors import ConfigError, EngineError, InvalidInputError
 from tether.integrations.sampler_reports import Reported, report_sequence
 from tether.integrations.trl_async_records import LOOK_AT_ITS_OUTPUT, SamplerRecords
 
@@ -132,15 +132,30 @@ def _token_id(name: str) -> int:
     return int(found[1])
 
 
+def check_records(worker: AsyncRolloutWorker) -> None:
+    """Refuse a worker whose own way to write rollouts would be replaced by one that records.
+
+    Raises:
+        ConfigError: its loop is neither TRL's nor a `RecordingLoop`.
+    """
+    loop = worker._loop_cls
+    if loop is not _AsyncRolloutLoop and not issubclass(loop, RecordingLoop):
+        raise ConfigError(
+            f"The rollout worker {type(worker).__name__} runs {loop.__name__}, which does not report the "
+            "sampler's distributions. Derive that from tether.integrations.trl_async_worker.RecordingLoop."
+        )
+
+
 def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], None]) -> None:
     """Have TRL's own worker report, once it starts, and say by name what has stopped.
 
     Args:
-        worker: not started yet.
+        worker: not started yet, and passed by `check_records`.
         top_k: ids asked for.
         check_server: raises `EngineError` if the server does not answer; called while the trainer waits.
     """
-    worker._loop_cls = RecordingLoop
+    if worker._loop_cls is _AsyncRolloutLoop:
+        worker._loop_cls = RecordingLoop
     worker._loop_kwargs["report_top_k"] = top_k
     start, check_health, stop = worker.start, worker.check_health, worker.stop
 

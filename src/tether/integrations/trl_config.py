@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -228,9 +229,14 @@ def check_sampler_tolerance(tolerance: float | None) -> None:
 # Settings under which tokens are not drawn from the distribution that is scored, of Transformers' generation
 # and of vLLM, with the values that change nothing. Truncation is what a region around the sampler allows for.
 TRUNCATING: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+_PENALTIES: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (None, 0.0)),
+}
 _RESHAPING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (None, 0.0)),
+    **_PENALTIES,
+    **dict.fromkeys(("encoder_repetition_penalty", "typical_p"), (None, 1.0)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (None, 0.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (None, 0)),
     **dict.fromkeys(("min_new_tokens", "min_length", "min_tokens"), (None, 0)),
     **dict.fromkeys(("bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), (None, [])),
@@ -248,8 +254,27 @@ _TOLD_BY_TRL = ("top_p", "top_k", "repetition_penalty", "do_sample")
 def changed_sampling(config: GRPOConfig, neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Those of the settings in `neutral` that have another value than one that changes nothing."""
     given = {name: getattr(config, name) for name in (*TRUNCATING, "repetition_penalty")}
-    given.update(config.generation_kwargs or {})
+    given.update(getattr(config, "generation_kwargs", None) or {})  # which the asynchronous trainer has not
     return {name: v for name, v in given.items() if name in neutral and v not in neutral[name]}
+
+
+def check_penalties(config: GRPOConfig, tolerance: float | None) -> None:
+    """Refuse what no check of the sampler's weights could pass: vLLM reports what it makes of them.
+
+    Args:
+        tolerance: the check's; infinity for none.
+
+    Raises:
+        ConfigError: with the setting.
+    """
+    if tolerance == math.inf:
+        return
+    if changed := changed_sampling(config, _PENALTIES):
+        raise ConfigError(
+            f"{changed} changes every log-probability that vLLM reports, so that they cannot tell whether it "
+            "has the trainer's weights. Leave it at its default while training, or leave the check out "
+            "(sampler_tolerance=math.inf)."
+        )
 
 
 def warn_of_reshaped_sampling(config: GRPOConfig, anchor: Anchor) -> None:

@@ -15,7 +15,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from tether.errors import ConfigError, InvalidInputError, warn
-from tether.integrations.decoding import decode
+from tether.integrations.decoding import beyond_attention, decode
 from tether.integrations.sampler_check import SamplerCheck
 from tether.integrations.sampler_reports import (
     GenerationRecorder,
@@ -27,6 +27,7 @@ from tether.integrations.sampler_reports import (
 from tether.integrations.trl_config import (
     TRUNCATING,
     changed_sampling,
+    check_penalties,
     check_sampler_tolerance,
     check_sampler_weight,
 )
@@ -120,6 +121,7 @@ class ReportingTrainer(LaggedTrainer):
                 "sample without truncation."
             )
         if self.use_vllm:
+            check_penalties(self.args, self.sampler_tolerance)
             report_top_k(self.vllm_generation, self.support_top_k)
             self._check = SamplerCheck(self, self.sampler_tolerance)
 
@@ -293,6 +295,7 @@ def _check_compact(trainer: Any) -> None:
         ConfigError: naming it.
     """
     args, truncated = trainer.args, changed_sampling(trainer.args, TRUNCATING)
+    other = beyond_attention(trainer._sampling_model)
     against = {
         "vLLM writes the responses (use_vllm=True)": trainer.use_vllm,
         "use_transformers_continuous_batching=True": trainer.use_transformers_continuous_batching,
@@ -302,6 +305,7 @@ def _check_compact(trainer: Any) -> None:
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,
         f"generation_kwargs={args.generation_kwargs}": bool(args.generation_kwargs),
         "the model reads more than text": getattr(trainer, "_is_vlm", False),
+        f"the model remembers more of a row than keys and values: {other}": other is not None,
     }
     for reason, holds in against.items():
         if holds:

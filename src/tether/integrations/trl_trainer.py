@@ -304,9 +304,9 @@ class OldPolicyTrainer(ReportingTrainer):
 
     def _inputs_of_trl(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What TRL's own loss gets to see: here, everything."""
-        if self.sampler_weight is None:
+        if self.sampler_weight is None or self.loss_type == "vespo":  # which weighs by them itself
             return dict(inputs)
-        # TRL applies weights to what vLLM samples alone; they are positive, so the clip commutes with them.
+        # Else TRL applies weights to what vLLM samples alone; they are positive: the clip commutes with them.
         return {**inputs, "advantages": weighted_advantages(inputs)}
 
     def _project(self, evaluation: Evaluation, inputs: dict[str, Any]) -> ProjectedTokens:

@@ -15,6 +15,12 @@ WEIGHTS_FILE, HEAD = "model.safetensors", "lm_head.weight"
 _LOOK_EVERY = 5.0
 #: Seconds for all that a server knows of itself.
 _INFO = 300.0
+#: Seconds between two looks at a server that loads its model.
+_LOADING = 1.0
+
+
+class SilentServerError(EngineError):
+    """A server that did not answer in time; it may have a lot to do."""
 
 
 class VLLMServer:
@@ -35,6 +41,28 @@ class VLLMServer:
 
     def __init__(self, url: str, *, timeout: float = 1800.0, silence: float = 30.0) -> None:
         self.url, self.timeout, self.silence = url.rstrip("/"), timeout, silence
+
+    def wait(self, timeout: float) -> None:
+        """Until it answers, which it does not while it loads its model.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            EngineError: it does not answer by then; with why it did not the last time.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._ask("GET", "/health", self.silence)
+                return
+            except EngineError as error:
+                if time.monotonic() >= deadline:
+                    raise EngineError(
+                        f"{error} It was given {timeout:g} s to load its model: where that takes longer, "
+                        "raise vllm_server_timeout."
+                    ) from error
+            time.sleep(_LOADING)
 
     def reload(self, folder: Path) -> None:
         """Have the server read the weights in a folder, and forget what it computed with others.
@@ -83,7 +111,8 @@ class VLLMServer:
         """An answer to ``/v1/completions``.
 
         Raises:
-            EngineError: as `reload`.
+            SilentServerError: none in time.
+            EngineError: as `reload`; another model than it serves, or more log-probabilities than it reports.
         """
         return self._read(self._ask("POST", "/v1/completions", timeout, json=payload), "choices")
 
@@ -158,17 +187,30 @@ class VLLMServer:
         try:
             answer = requests.request(method, f"{self.url}{path}", timeout=timeout, **request)
         except requests.RequestException as error:
-            raise EngineError(
-                f"The vLLM server at {self.url} did not answer {path} within {timeout:g} s "
+            silent = isinstance(error, requests.Timeout)
+            within = f" within {timeout:g} s" if silent else ""
+            raise (SilentServerError if silent else EngineError)(
+                f"The vLLM server at {self.url} did not answer {path}{within} "
                 f"({type(error).__name__}: {error}). See whether it runs."
             ) from error
-        if answer.status_code == 404:
-            raise EngineError(
-                f"The vLLM server at {self.url} does not know {path}. Start it with VLLM_SERVER_DEV_MODE=1."
-            )
         if answer.status_code != 200:
             raise EngineError(
                 f"The vLLM server at {self.url} failed at {path} ({answer.status_code}): "
-                f"{answer.text[:500]}. It may have the old weights, or some of them: restart it."
+                f"{answer.text[:500]}. {self._remedy(path, answer, request.get('json'))}"
             )
         return answer
+
+    def _remedy(self, path: str, answer: Any, asked: Any) -> str:
+        """For an answer that says no."""
+        if path == "/v1/completions" and answer.status_code == 404 and "does not exist" in answer.text:
+            return (
+                f"It serves {self.model_name()!r} and was asked for {asked['model']!r}: start it with "
+                f"--served-model-name {asked['model']}."
+            )
+        if path == "/v1/completions" and "logprobs" in answer.text:
+            return f"It was asked for logprobs={asked['logprobs']}: start it with --max-logprobs -1."
+        if path.startswith("/v1/"):
+            return "See what it printed last."
+        if answer.status_code == 404:
+            return "Start it with VLLM_SERVER_DEV_MODE=1."
+        return "It may have the old weights, or some of them: restart it."

@@ -105,7 +105,7 @@ def truncated_weights(
     if not (is_number(largest) and largest > 0):
         raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
     log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
-    return log_ratio.exp().clamp_max(largest)
+    return torch.where(mask > 0, log_ratio.exp().clamp_max(largest), 1.0)
 
 
 def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
