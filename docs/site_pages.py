@@ -43,6 +43,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
         "tether.losses.base",
         "tether.losses.linear",
         "tether.losses.project",
+        "tether.losses.sampler",
         "tether.losses.aggregate",
         "tether.losses.value_clip",
     ),

@@ -151,6 +151,22 @@ def logits_bytes(vocabulary: int, itemsize: int = HALF) -> int:
     return vocabulary * itemsize
 
 
+# ------------------------------------------------------------------------------ what an update holds
+
+BLOCK = 1024
+"""Tokens whose logits an accelerator forms at a time, at least: `tether.ops.memory.ACCELERATOR_ROWS`."""
+
+
+def head_gradient_bytes(head: int) -> int:
+    """Exact support, if the head is trained: summed in float32, a block of tokens at a time, then rounded."""
+    return head * SINGLE
+
+
+def block_bytes(vocabulary: int, policies: int) -> int:
+    """Exact support: logits of a block of tokens."""
+    return policies * BLOCK * vocabulary * SINGLE
+
+
 # ------------------------------------------------------------------------------ what the head costs
 
 

@@ -17,7 +17,9 @@ from benchmarks.scaling.formulas import (
     TOP_K,
     Model,
     Work,
+    block_bytes,
     forward_traffic,
+    head_gradient_bytes,
     head_products,
     hidden_bytes,
     logits_bytes,
@@ -132,6 +134,21 @@ def memory_table() -> str:
     return table(header, rows)
 
 
+def update_table() -> str:
+    """Bytes a GPU holds while it updates, whatever the number of GPUs."""
+    rows = []
+    for model in MODELS:
+        logits = Work(GPUS[0]).micro_batch * logits_bytes(model.vocabulary)
+        parts = (2 * model.head * HALF, head_gradient_bytes(model.head), block_bytes(model.vocabulary, 2))
+        rows.append([model.name, *map(size, parts), size(sum(parts)), size(model.head * HALF + 2 * logits)])
+    header = [
+        "model", "exact: head and old head, gathered", "exact: the head's gradient, float32",
+        "exact: logits of a block, two policies", "exact, in all",
+        "bucket in verl: head, logits and their gradient",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
 #: What exact support meets: name, tokens that no certificate clears, tokens that are projected.
 CASES = (
     ("1 % uncertain, 0.1 % projected", 0.01, 0.001),
@@ -224,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": models_table,
     "token": token_table,
     "memory": memory_table,
+    "update": update_table,
     "arithmetic": arithmetic_table,
     "traffic": traffic_table,
     "sampler": sampler_table,

@@ -6,11 +6,13 @@
 #   DATA     the folder that prepare_data.py filled
 #   NODES, GPUS   machines, and GPUs on each
 #   OUTPUT   where checkpoints go
+#   PYTHON   of the environment that verl is installed in (default: python3)
 #   DRY_RUN=1     print the overrides, one a line, and start nothing
 
 METHOD=${METHOD:-troll}
 NODES=${NODES:-1}
 GPUS=${GPUS:-8}
+PYTHON=${PYTHON:-python3}
 
 # The trust region. Everything else is the same for all methods.
 method_overrides() {
@@ -114,10 +116,10 @@ launch() { # the recipe's name, its own overrides, then the command line's: late
         printf '%s\n' "$@"
         return
     fi
-    if [ "$NODES" -gt 1 ] && ! ray status >/dev/null 2>&1; then
+    if [ "$NODES" -gt 1 ] && ! "$PYTHON" -m ray.scripts.scripts status >/dev/null 2>&1; then
         echo "NODES=$NODES needs a running Ray cluster: 'ray start --head' here, then 'ray start" \
             "--address=<this host>:6379' on each other machine." >&2
         return 1
     fi
-    exec python3 -m verl.trainer.main_ppo "$@"
+    exec "$PYTHON" -m verl.trainer.main_ppo "$@"
 }

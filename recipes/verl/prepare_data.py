@@ -1,7 +1,7 @@
 """Write a data set as the Parquet files verl trains on.
 
-    python recipes/verl/prepare_data.py gsm8k --output data/gsm8k
-    python recipes/verl/prepare_data.py dapo-math --output data/dapo-math
+    .venv-verl/bin/python recipes/verl/prepare_data.py gsm8k --output data/gsm8k
+    .venv-verl/bin/python recipes/verl/prepare_data.py dapo-math --output data/dapo-math
 
 GSM8K gets the instruction whose answers verl's own scorer reads (``#### <number>``). DAPO-Math-17k comes in
 verl's format; its file repeats each of its 17,000 problems about a hundred times, and each is kept once.

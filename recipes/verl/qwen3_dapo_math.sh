@@ -2,11 +2,11 @@
 # Qwen3-8B on DAPO-Math-17k with the TROLL paper's settings, one machine or many. METHOD chooses the
 # trust region; see common.sh.
 #
-#   python3 recipes/verl/prepare_data.py dapo-math --output data/dapo-math
-#   METHOD=troll NODES=4 GPUS=8 bash recipes/verl/qwen3_dapo_math.sh
+#   .venv-verl/bin/python recipes/verl/prepare_data.py dapo-math --output data/dapo-math
+#   PYTHON=.venv-verl/bin/python METHOD=troll NODES=4 GPUS=8 bash recipes/verl/qwen3_dapo_math.sh
 #
-# Before NODES > 1: `ray start --head` on this machine and `ray start --address=<it>:6379` on the others,
-# each in an environment with the same versions.
+# Before NODES > 1: `.venv-verl/bin/ray start --head` on this machine and `.venv-verl/bin/ray start
+# --address=<it>:6379` on the others, each in an environment with the same versions.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-0.6B on GSM8K, one machine. METHOD chooses the trust region; see common.sh.
 #
-#   python3 recipes/verl/prepare_data.py gsm8k --output data/gsm8k
-#   METHOD=troll GPUS=8 bash recipes/verl/qwen3_gsm8k.sh trainer.total_epochs=10
+#   .venv-verl/bin/python recipes/verl/prepare_data.py gsm8k --output data/gsm8k
+#   PYTHON=.venv-verl/bin/python METHOD=troll GPUS=8 bash recipes/verl/qwen3_gsm8k.sh trainer.total_epochs=10
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

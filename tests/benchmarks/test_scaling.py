@@ -25,7 +25,7 @@ from transformers import (
 
 from pretend_gpu import PretendGPU
 from tether.losses import PolicyLoss, linear_policy_loss
-from tether.ops import linear_log_probs, linear_trust_region
+from tether.ops import linear_log_probs, linear_trust_region, memory
 from tether.ops.hidden_states import HiddenStates
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -133,6 +133,34 @@ def test_an_update_multiplies_with_the_head_as_often_as_the_page_counts(
     assert shares[0] >= uncertain
     assert shares[1] == projected
     assert exact.products == pytest.approx(head_products("exact", *shares))
+
+
+class _BuffersOfTheHead(TorchDispatchMode):
+    """Bytes of all that is allocated in the head's shape to be filled later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "new_empty" and found.shape == (V, D):
+            self.nbytes += found.nbytes
+        return found
+
+
+def test_the_gradient_of_a_head_that_is_trained_is_summed_in_float32() -> None:
+    hidden, old, weight = (torch.randn(size, D, dtype=torch.bfloat16) for size in (N, N, V))
+
+    def buffers(*, trained: bool) -> int:
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        with _BuffersOfTheHead() as found:
+            region = linear_trust_region(*leaves, torch.zeros(N, dtype=torch.long), old, kl_bound=0.05)
+            region.projected_log_probs.sum().backward()
+        return found.nbytes
+
+    assert buffers(trained=True) - buffers(trained=False) == formulas.head_gradient_bytes(V * D)
+    assert formulas.BLOCK == memory.ACCELERATOR_ROWS
 
 
 @pytest.mark.parametrize("support", ["bucket", "exact"])

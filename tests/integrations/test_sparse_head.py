@@ -25,6 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 from trl_head import fuse_head, needs_fused_head
@@ -119,6 +123,41 @@ def test_log_probs_entropy_and_gradients_are_those_of_trl_and_of_the_dense_logit
     assert (ours.log_probs[~counted] == 0).all()
     entropy = -(dense.exp() * dense).sum(-1)
     torch.testing.assert_close(ours.entropy[counted], entropy[counted], atol=1e-5, rtol=1e-5)
+
+
+CAPPED: dict[str, Callable[[], Any]] = {
+    "RecurrentGemma": lambda: RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            **{k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_hidden_layers": 3},
+            lru_width=32,
+            logits_soft_cap=3.0,
+        )
+    ),
+    "xLSTM": lambda: xLSTMForCausalLM(
+        xLSTMConfig(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_heads=2, qk_dim_factor=1.0,
+            output_logit_soft_cap=3.0,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_a_soft_cap_of_another_name_is_the_same_cap(family: str) -> None:
+    """Of models that TRL's own head does not know."""
+    torch.manual_seed(0)
+    model = CAPPED[family]().eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(60)
+    inputs, labels = _batch()
+    inputs["attention_mask"][:] = 1
+    dense = _dense(model, inputs)
+    add_sparse_head(model, TEMPERATURE, maybe_gather_lm_head_ctx)
+    ours = model(**inputs, labels=labels, support_top_k=KEPT)
+    counted = labels[:, 1:] != -100
+    sampled = dense.gather(-1, labels[:, 1:, None].clamp_min(0)).squeeze(-1)
+    torch.testing.assert_close(ours.log_probs[counted], sampled[counted], atol=1e-5, rtol=1e-5)
+    assert sampled[counted].min() < -3.0  # of weights that reach the cap
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -105,7 +105,8 @@ def split_vocabulary(group: Any, rank: int) -> tuple[float, torch.Tensor, torch.
     record(model_output=scored, data=rollouts.batch())
     fields = _fields(scored, rollouts)
     data = rollouts.batch(fields, dp_size=1, batch_num_tokens=21, global_batch_size=4)
-    loss_function = TROLLLoss(partial(ppo_loss, config=_config(settings)), settings, view, partition, store)
+    ppo = partial(ppo_loss, config=_config(settings))
+    loss_function = TROLLLoss(ppo, settings, view, partition, store, tokens=21)
     seen = outputs(loss_function(student_logits=new[None], data=data, data_format="thd"))
     loss, _ = loss_function(model_output=seen, data=data)
     (gradient,) = torch.autograd.grad(loss, new)
@@ -173,7 +174,7 @@ def losses_and_gradients(group: Any) -> dict[str, tuple[float, torch.Tensor]]:
         else:
             data = later.batch(fields, **counts, **_OPEN_SEAM)
             ppo = partial(ppo_loss, config=_config(settings))
-            loss_function = TROLLLoss(ppo, settings, view, PARTITION, store)
+            loss_function = TROLLLoss(ppo, settings, view, PARTITION, store, tokens=15)
         leaf = after[lengths[0] :].clone().requires_grad_()
         _, (loss, _) = head.run(leaf, data, loss_function)
         loss.backward()

@@ -17,12 +17,16 @@ from actor import (
     largest_difference,
     make_actor,
     parameters,
+    save_tiny_model,
     unclipped,
 )
+from largest_tensor import largest_tensor
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
 
 from tether.integrations.verl import TROLLPolicyLossConfig
 from tether.integrations.verl.store import HANDLE
+from tether.ops import memory
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -57,6 +61,29 @@ def test_the_reference_pass_of_a_lora_actor_records_nothing(model: Path) -> None
     )
     assert not [name for name in scored.keys() if name.startswith("troll")]  # noqa: SIM118
     assert HANDLE in rollouts.score(actor)
+
+
+def test_the_reference_pass_of_a_lora_actor_forms_no_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's, which does, shows that they would be seen; both say the same of the tokens that count."""
+    vocabulary, rollouts = 2**13, Rollouts.long(16, prompt=8, response=24)
+    rollouts.masks[1][3] = 0
+    rollouts.temperature = 1.4
+    folder = save_tiny_model(tmp_path, vocabulary=vocabulary)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", vocabulary * 16)
+    asked = {"calculate_entropy": True, "compute_loss": False, "no_lora_adapter": True}
+    shares, found = [], []
+    for policy_loss in (acting(), unclipped()):
+        actor = make_actor(folder, policy_loss, model_settings=LORA, micro_batch=16)
+        with largest_tensor() as largest:
+            scored = actor.infer_batch(rollouts.batch(**asked))
+        shares.append(largest.elements / (16 * 32 * vocabulary))
+        mask = jagged(rollouts.masks)
+        of_tokens = [response_from_nested(scored[name], mask).values() for name in ("log_probs", "entropy")]
+        found.append(torch.stack(of_tokens)[:, mask.values() > 0])
+    assert shares[0] < 1 / 8 < 1 <= shares[1]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_a_second_scoring_of_the_same_batch_leaves_the_old_policy_alone(model: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_platform
 import pytest
 import torch
 from actor import (
@@ -26,8 +27,9 @@ from largest_tensor import largest_tensor
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+from verl.utils import activation_offload
 
-from tether.errors import ConfigError, TetherError
+from tether.errors import ConfigError, InvalidInputError, TetherError
 from tether.integrations.verl.head import HiddenStatesHead
 from tether.integrations.verl.store import HANDLE
 from tether.ops import memory
@@ -164,6 +166,63 @@ def test_parameters_and_optimiser_may_be_offloaded(model: Path) -> None:
         results.append((rollouts.update(actor, old)["loss"], gradients(actor)))
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl offloads activations on streams of their own, to page-locked memory; a CPU has neither."""
+    device, handler = cpu_platform._DEVICE, activation_offload.SynchronizedGroupOffloadHandler
+    offload = handler.offload
+    for name, value in {
+        "Stream": _Stream,
+        "current_stream": lambda *_: _Stream(),
+        "stream": lambda _: nullcontext(),
+    }.items():
+        monkeypatch.setattr(device, name, value, raising=False)
+    monkeypatch.setattr(handler, "offload", staticmethod(lambda tensor: offload(tensor, pin_memory=False)))
+
+
+@pytest.mark.usefixtures("_streams")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("way", [nullcontext, loss_afterwards])
+def test_activations_may_be_offloaded(model: Path, checkpointing: bool, way: Any) -> None:
+    """verl wraps the forward of each unit of FSDP2 for it, that of the head too, and counts their calls."""
+    rollouts, found = Rollouts.scripted(), []
+    for offload in (False, True):
+        settings = {"enable_activation_offload": offload, "enable_gradient_checkpointing": checkpointing}
+        actor = make_actor(model, acting(), model_settings=settings)
+        before = actor.engine.module.lm_head.__dict__.get("forward")
+        assert (before is not None) == offload
+        with way():
+            rollouts.update(actor, rollouts.score(actor))
+        assert actor.engine.module.lm_head.__dict__.get("forward") is before
+        # Without checkpoints verl 0.9.1 makes wrong gradients of these itself, whatever the loss.
+        own = {name for name in gradients(actor) if "o_proj" in name and not checkpointing}
+        found.append({name: value for name, value in gradients(actor).items() if name not in own})
+    assert max(float(value.abs().max()) for value in found[0].values()) > 1e-3
+    assert largest_difference(*found) < 1e-6
+
+
+def test_a_head_whose_forward_was_replaced_otherwise_is_refused(model: Path) -> None:
+    module = make_actor(model, acting()).engine.module
+    module.lm_head.forward = lambda hidden: hidden
+    with pytest.raises(ConfigError, match=r"replaced the forward of the LM head.*troll_support=bucket"):
+        HiddenStatesHead(module, True)
+
+
+def test_a_network_that_is_not_a_number_any_more_is_named_as_such(model: Path) -> None:
+    """Not as a soft cap: NaN is not equal to itself."""
+    actor, rollouts = make_actor(model, acting()), Rollouts.scripted()
+    old = rollouts.score(actor)
+    with torch.no_grad():
+        actor.engine.module.model.layers[1].mlp.down_proj.weight.to_local()[0, 0] = torch.nan
+    with pytest.raises(InvalidInputError, match=r"\d+ of \d+ rows of hidden states hold NaN.*learning rate"):
+        rollouts.update(actor, old)
 
 
 def test_a_run_killed_between_the_passes_scores_its_batch_again(model: Path, tmp_path: Path) -> None:

@@ -132,6 +132,22 @@ def test_tokens_rejected_after_scoring_are_left_out(model: Path) -> None:
     assert kept == pytest.approx(rollouts.update(fresh, rollouts.score(fresh))["loss"], abs=1e-6)
 
 
+def test_means_are_of_the_tokens_that_were_not_rejected(model: Path) -> None:
+    """verl's trainer writes rejections into response_mask; loss_mask, which verl counts, stays as it was."""
+    rollouts = Rollouts.scripted()
+    actor, other = make_actor(model, acting()), make_actor(model, acting())
+    old = rollouts.score(actor)
+    masks = [mask.clone() for mask in rollouts.masks]
+    for rejected in (masks[0], masks[2][1:]):
+        rejected[:] = 0
+    rejecting = rollouts.update(actor, {**old, "response_mask": jagged(masks)})
+    rollouts.masks = masks
+    without = rollouts.update(other, rollouts.score(other))
+    assert rejecting["actor/troll/ratio_mean"] == pytest.approx(1.0)
+    assert rejecting["actor/troll/certified"] == pytest.approx(1.0)
+    assert rejecting["actor/troll/tail_mass"] == pytest.approx(without["actor/troll/tail_mass"])
+
+
 def test_half_precision_logits_give_float32_results(model: Path) -> None:
     """Old and new log-probabilities of the same weights agree to float32, not to bfloat16's steps."""
     rollouts = Rollouts.scripted()

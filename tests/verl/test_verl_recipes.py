@@ -113,6 +113,22 @@ def test_the_switch_is_what_it_stands_for() -> None:
     assert f"verl {verl.__version__} is installed here (tested)" in shown
 
 
+@pytest.mark.parametrize("switch", [verl_switch.SWITCH, verl_switch.SAMPLER_SWITCH])
+def test_what_is_shown_beside_a_switch_makes_exact_support_work_with_verls_defaults(switch: str) -> None:
+    shown = [line for line in verl_switch.describe().splitlines() if f" {switch} " in line]
+    assert len(shown) == 1
+    words = [word for word in shown[0].split() if "=" in word]
+    sizes = [f"actor_rollout_ref.{part}=1" for part in (
+        "actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu",
+    )]  # fmt: skip
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*words, *sizes, "actor_rollout_ref.rollout.name=vllm"])
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.policy_loss.troll_support == "exact"
+    assert (actor.engine.strategy, config.actor_rollout_ref.ref.strategy) == ("fsdp2", "fsdp2")
+    assert not config.actor_rollout_ref.model.use_fused_kernels
+
+
 def test_the_samplers_switch_is_what_it_stands_for() -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
         named = "actor_rollout_ref.rollout.name=vllm"
@@ -130,6 +146,13 @@ def test_the_samplers_switch_is_what_it_stands_for() -> None:
     omega_conf_to_dataclass(switched.actor_rollout_ref.rollout)
     shown = verl_switch.describe()
     assert all(line in shown for line in verl_switch.lines(verl_switch.sampler_configuration()))
+
+
+def test_the_trainer_is_started_by_the_python_that_was_named() -> None:
+    """Whose environment has verl; `echo` says what it is asked."""
+    ran = _run("qwen3_gsm8k.sh", DRY_RUN="", PYTHON="echo")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("-m verl.trainer.main_ppo algorithm.adv_estimator=grpo")
 
 
 def test_an_unknown_method_is_named() -> None:

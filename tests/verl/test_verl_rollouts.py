@@ -11,9 +11,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -143,15 +145,16 @@ def test_interrupted_answers_and_turns_keep_their_records_and_versions() -> None
     fields["troll_sampler_count"].abs_()
     output._records["troll_sampler_count"].abs_()
     batch = _batch_of(output)
-    assert sampler_fields.lags(batch, calls=7, updates=3, by_sequence=False)[0].tolist()[:6] == [
-        23,
-        23,
-        15,
-        0,
-        0,
-        7,
-    ]
-    assert sampler_fields.lags(batch, calls=7, updates=3, by_sequence=True)[0].tolist()[:6] == [23] * 6
+
+    def lags(made: dict[int, int], *, by_sequence: bool = False) -> list[int]:
+        found = sampler_fields.lags(batch, calls=7, updates=3, made=made, by_sequence=by_sequence)
+        assert found is not None
+        return found[0].tolist()[:6]  # type: ignore[no-any-return]
+
+    assert lags({}) == [23, 23, 15, 0, 0, 7]
+    assert lags({}, by_sequence=True) == [23] * 6
+    # What the engine really did in those calls that it saw: a batch with fewer responses, and one with more.
+    assert lags({5: 2, 6: 7}) == [24, 24, 16, 0, 0, 10]
     policy = sampler_fields.unpack(batch, VOCABULARY, None)[:4]
     assert policy.sampled_ids.tolist() == [5, 6, 7, 2]
     told = torch.tensor(
@@ -252,8 +255,51 @@ def test_a_record_travels_between_processes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "mini_batch", "of_critic", "updates"),
+    [(64, 16, None, 4), (96, 64, None, 2), (100, 32, None, 4), (48, 64, None, 1), (64, 32, 48, 3)],
+)
+def test_a_batch_is_filled_up_to_whole_mini_batches_before_its_updates_are_counted(
+    batch: int, mini_batch: int, of_critic: int | None, updates: int
+) -> None:
+    """As verl does, for actor and critic together."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [
+            f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+            f"critic.enable={of_critic is not None}", f"critic.ppo_mini_batch_size={of_critic or 1}",
+        ])  # fmt: skip
+    trainer = SimpleNamespace(config=config, use_critic=of_critic is not None, global_steps=1)
+    multiple = PPOTrainer._get_required_batch_multiple(trainer, 8)
+    responses = -(-batch * config.actor_rollout_ref.rollout.n // multiple) * multiple
+    assert responses // (mini_batch * config.actor_rollout_ref.rollout.n) == updates
+    assert TrainerSteps.read(config).updates_a_call == updates
+
+
+class _Judged(AgentLoopOutput):
+    """As an agent loop of one's own may return it, with a field of the batch."""
+
+    step_rewards: list[float] = []  # noqa: RUF012  (pydantic's)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "process_rewards": torch.tensor(self.step_rewards)}
+
+
+def test_what_an_agent_loops_own_output_adds_to_the_batch_stays() -> None:
+    output = _Judged(
+        prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={}, step_rewards=[0.5],
+        extra_fields={"turn_scores": [], "tool_rewards": []},
+    )  # fmt: skip
+    recorded = _worker(None)._recorded(output)
+    assert isinstance(recorded, _Judged)
+    assert recorded.step_rewards == [0.5]
+    assert recorded.as_dict().keys() == output.as_dict().keys() | set(sampler_fields.FIELDS)
+    assert "troll_sampler_count" not in output.as_dict()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["algorithm.rollout_correction.rollout_is=token"], r"rollout_is=token.*null.*\+tether=troll"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs=token_k1"),
         (["actor_rollout_ref.actor.policy_loss.troll_anchor=trainer"], "troll_anchor is 'trainer'"),
         (["algorithm.rollout_correction.bypass_mode=False"], r"bypass_mode=True\. Set it"),
         (["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs=True"),
@@ -269,8 +315,6 @@ def test_a_record_travels_between_processes() -> None:
 def test_a_configuration_that_cannot_work_is_refused_with_its_remedy(
     changes: list[str], message: str
 ) -> None:
-    from hydra import compose, initialize_config_module
-
     with initialize_config_module("verl.trainer.config", version_base=None):
         good = compose("ppo_trainer", ["+tether=troll_sampler"])
         config = compose("ppo_trainer", ["+tether=troll_sampler", *changes])

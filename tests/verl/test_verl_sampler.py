@@ -9,10 +9,11 @@ import pytest
 import torch
 from actor import FLOAT64, Rollouts, acting, gradients, jagged, make_actor, parameters
 from dense import Dense
+from largest_tensor import largest_tensor
 from sampled import Reports
 
 from tether.errors import ConfigError, InvalidInputError, TetherError
-from tether.integrations.verl import TROLLPolicyLossConfig
+from tether.integrations.verl import TROLLPolicyLossConfig, sampler_fields
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 KL_BOUND = 0.002
@@ -143,6 +144,25 @@ def test_bad_records_are_named(model: Path) -> None:
         rollouts.update(actor, broken(heavy))
     with pytest.raises(TetherError, match="sequence 1, position 3: the sampler left no record of this token"):
         rollouts.update(actor, broken(unreported, "troll_sampler_count"))
+
+
+def test_records_take_as_much_as_the_tokens_that_count() -> None:
+    """However long the longest response is: one of 512 tokens beside 64 of 8."""
+    lengths, ids = [512, *[8] * 64], 40
+    report = torch.full((ids,), -9.0).index_fill(0, torch.tensor([0]), -0.5)
+    rows = {
+        "response_mask": lambda n: torch.ones(n, dtype=torch.long),
+        "responses": lambda n: torch.zeros(n, dtype=torch.long),
+        "old_log_probs": lambda n: report[:1].repeat(n),
+        sampler_fields.COUNT: lambda n: torch.full((n,), ids, dtype=torch.int16),
+        sampler_fields.IDS: lambda n: torch.arange(ids, dtype=torch.int32).repeat(n),
+        sampler_fields.LOG_PROBS: lambda n: report.repeat(n),
+    }
+    batch = {name: jagged([make(length) for length in lengths]) for name, make in rows.items()}
+    with largest_tensor() as found:
+        policy = sampler_fields.unpack(batch, 100, None)
+    assert found.elements <= sum(lengths) * (ids + 1)
+    assert policy.support.ids.shape == (sum(lengths), ids)
 
 
 def test_a_batch_without_records_names_the_remedy(model: Path) -> None:

@@ -184,7 +184,10 @@ def head_transform(config: Any) -> tuple[float, float | None]:
         scaling = getattr(config, "logits_scaling", None)
         if scaling is not None:
             scale = float(scaling) if config.model_type == "hyperclovax" else 1.0 / scaling
-    return scale, getattr(config, "final_logit_softcapping", None)
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            return scale, float(getattr(config, name))
+    return scale, None
 
 
 def whole(parameter: Tensor) -> Tensor:

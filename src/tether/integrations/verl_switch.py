@@ -22,6 +22,8 @@ TROLL = "troll"
 SWITCH = "+tether=troll"
 TROLL_SAMPLER = "troll_sampler"
 SAMPLER_SWITCH = f"+tether={TROLL_SAMPLER}"
+#: Beside either: verl's default is FSDP1, where exact support finds no LM head.
+STRATEGY = "actor_rollout_ref.actor.strategy=fsdp2"
 
 #: Settings of TROLL that only verl's plug-in has.
 OLD_STORE, RATIO, ANCHOR = "local", "token", "trainer"
@@ -102,11 +104,12 @@ def describe() -> str:
     others = [line for line in lines(sampler_configuration()) if line not in troll]
     beside = "\n".join(f"    '{line}'" if "$" in line else f"    {line}" for line in others)
     return (
-        f"TROLL in any of verl's trainers:\n\n    python -m verl.trainer.main_ppo {SWITCH} ...\n\n"
-        f"It stands for\n\n{shown}\n\n"
+        f"TROLL in any of verl's trainers:\n\n    python -m verl.trainer.main_ppo {SWITCH} {STRATEGY} ...\n\n"
+        f"The first word stands for\n\n{shown}\n\n"
         "Around the policy that sampled, from what vLLM reports, for asynchronous and stale data:\n\n"
-        f"    python -m verl.trainer.main_ppo {SAMPLER_SWITCH} ...\n\n"
-        f"which stands for the same, but for\n\n{beside}\n\n"
+        f"    python -m verl.trainer.main_ppo {SAMPLER_SWITCH} {STRATEGY} ...\n\n"
+        f"whose first word stands for the same, but for\n\n{beside}\n\n"
+        f"verl's own default, strategy=fsdp, goes with {_LOSS}.troll_support=bucket alone.\n"
         f"Either is changed by later words of the command line, such as {_LOSS}.troll_kl_bound=0.1 or\n"
         f"{_LOSS}.troll_support=bucket. What each means: docs/verl.md.\n\n{_installed()}"
     )

@@ -1,6 +1,11 @@
 """TROLL on verl: a plug-in for the released trainer, without a fork.
 
-Add these lines to a `python -m verl.trainer.main_ppo` command (FSDP or FSDP2)::
+Add two words to a `python -m verl.trainer.main_ppo` command::
+
+    +tether=troll actor_rollout_ref.actor.strategy=fsdp2
+
+The first stands for these lines and the defaults of the other settings; the second, because verl's default,
+FSDP1, goes with ``troll_support=bucket`` alone::
 
     actor_rollout_ref.model.external_lib=tether.integrations.verl
     +actor_rollout_ref.model.model_type=troll

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_rank,
     get_ulysses_sequence_parallel_world_size,
@@ -24,7 +26,7 @@ from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.one_pass_head import say_once
 from tether.integrations.verl.head import HiddenStatesHead
 from tether.integrations.verl.layout import Partition, refuse_padded_batch
-from tether.integrations.verl.losses import RecordOldPolicy, TROLLLoss, refuse_missing_old_policy
+from tether.integrations.verl.losses import RecordOldPolicy, ScorePolicy, TROLLLoss, refuse_missing_old_policy
 from tether.integrations.verl.one_pass import obstacle
 from tether.integrations.verl.sampler_clock import Lags
 from tether.integrations.verl.sampler_views import (
@@ -62,6 +64,7 @@ class TROLLEngineMixin:
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self._reference_pass = False
         self._updates = 0  # since the trainer's last call of update_actor ended
+        self._made: dict[int, int] = {}  # in each of its calls, by how many came before it
         self._settings: TROLLPolicyLossConfig | None = None
         if not engine_config.forward_only:
             settings = take_pending_settings()
@@ -86,7 +89,7 @@ class TROLLEngineMixin:
 
     def lr_scheduler_step(self) -> Any:
         """The end of a call of update_actor: verl steps the schedule once in each, and saves it."""
-        self._updates = 0
+        self._made[self._calls()], self._updates = self._updates, 0
         return super().lr_scheduler_step()  # type: ignore[misc]
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
@@ -103,6 +106,8 @@ class TROLLEngineMixin:
                 scored = super().infer_batch(data, recording)  # type: ignore[misc]
                 self._store.head = self._snapshot()
             return scored
+        elif self._reference_pass and loss_function is None:
+            loss_function = self._scoring(data)
         return super().infer_batch(data, loss_function)  # type: ignore[misc]
 
     def forward_backward_batch(
@@ -110,7 +115,7 @@ class TROLLEngineMixin:
     ) -> Any:
         """All micro-batches of a batch; where TROLL asked for them, with what its view needs to see."""
         watched: AbstractContextManager[Any] = nullcontext()
-        if isinstance(loss_function, RecordOldPolicy | TROLLLoss):
+        if isinstance(loss_function, ScorePolicy | TROLLLoss):
             data = data.copy()  # so that what the seam says is not said of the batch afterwards
             tu.assign_non_tensor(data, **loss_function.view.seam)
             watched = loss_function.view.watching()
@@ -150,8 +155,18 @@ class TROLLEngineMixin:
         say_once(self, _log, reason)
         return TROLLLoss(
             loss_function, settings, self._view(data, lags), self._partition(), kept, lags,
-            in_one_pass=reason is None,
+            tokens=self._counted(data), in_one_pass=reason is None,
         )  # fmt: skip
+
+    def _counted(self, data: TensorDict) -> int:
+        """Response tokens of a mini-batch on all workers; verl also counts those it has rejected since."""
+        counted = (data["response_mask"].values() > 0).sum().to(get_device_id())
+        torch.distributed.all_reduce(counted, group=self.get_data_parallel_group())  # type: ignore[attr-defined]
+        return int(counted)
+
+    def _scoring(self, data: TensorDict) -> ScorePolicy | None:
+        """What scores without logits, if this engine can."""
+        return None
 
     def _obstacle(self) -> str | None:
         """Why the loss is not computed in one pass over the head, if it is not."""
@@ -163,7 +178,7 @@ class TROLLEngineMixin:
     def _lags(self, data: TensorDict) -> Lags:
         by_sequence = self._settings is not None and self._settings.troll_region == "sequence"
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
-        return Lags(data, self._calls(), self._updates, by_sequence=by_sequence, group=group)
+        return Lags(data, self._calls(), self._updates, self._made, by_sequence=by_sequence, group=group)
 
     def _calls(self) -> int:
         """How often the trainer has called update_actor, in all of a training that was resumed."""
@@ -217,6 +232,9 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
         if lags is not None:
             return SamplerHiddenView(*known, with_entropy=with_entropy, lags=lags)
         return HiddenView(*known, with_entropy=with_entropy)
+
+    def _scoring(self, data: TensorDict) -> ScorePolicy | None:
+        return None if self._head is None else ScorePolicy(self._view(data), self._partition())
 
     def _snapshot(self) -> HeadSnapshot | None:
         return None if self._head is None else self._head.snapshot()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.exact_head import HeadSnapshot, head_transform, whole
 from tether.integrations.verl.settings import USE_BUCKET
 
@@ -35,6 +36,7 @@ class HiddenStatesHead:
                 f"{type(module).__name__}. Set actor_rollout_ref.actor.strategy=fsdp2, or {USE_BUCKET}."
             )
         self._head = head
+        self._wrap = _wrapping(head)
         self._unit: FSDPModule = head if isinstance(head, FSDPModule) else module
         self._reshard_after_forward = bool(reshard_after_forward)
         self._handed: Tensor | None = None
@@ -46,13 +48,17 @@ class HiddenStatesHead:
     @contextmanager
     def handing_over(self) -> Iterator[None]:
         """For the micro-batches of one pass."""
+        wrapped = self._head.__dict__.get("forward")
         self._head.forward = self._hand_over
+        self._wrap(self._head)
         self._unit.set_reshard_after_forward(False, recurse=False)
         self._unit.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
             del self._head.forward
+            if wrapped is not None:
+                self._head.forward = wrapped
             self._handed = self._weight = self._bias = self._old = None
             self._unit.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
             self._unit.set_reshard_after_backward(True, recurse=False)
@@ -74,6 +80,7 @@ class HiddenStatesHead:
         Raises:
             ConfigError: the model went round its head, or changed what came out of it, as where it
                 soft-caps logits: that would have been done to hidden states.
+            InvalidInputError: hidden states that are NaN.
         """
         handed, weight = self._handed, self._weight
         self._handed = None
@@ -87,6 +94,7 @@ class HiddenStatesHead:
             handed = handed[width < lengths.to(handed.device)[:, None]]
         handed = handed.reshape(-1, handed.shape[-1])
         if handed.shape != arrived.shape or not torch.equal(handed, arrived.to(handed.dtype)):
+            _refuse_nan(handed)
             raise ConfigError(
                 "Something between the model's LM head and the loss changes logits (a scale, a soft cap, a "
                 f"mask), and would have changed hidden states instead. Set {USE_BUCKET}."
@@ -128,6 +136,36 @@ def snapshot_bytes(snapshot: HeadSnapshot | None) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _wrapping(head: Any) -> Callable[[Any], None]:
+    """Does to a head's forward again what was done to it.
+
+    verl's activation offload replaces the forward of each unit of FSDP2 and counts their calls.
+
+    Raises:
+        ConfigError: something else has replaced it.
+    """
+    wrapped = head.__dict__.get("forward")
+    if wrapped is None:
+        return lambda head: None
+    handler = inspect.getclosurevars(wrapped).nonlocals.get("handler") if inspect.ismethod(wrapped) else None
+    if handler is None:
+        raise ConfigError(
+            f"Something has replaced the forward of the LM head ({wrapped!r}), which "
+            f"policy_loss.troll_support=exact replaces during its passes. Leave it out, or set {USE_BUCKET}."
+        )
+    wrap: Callable[[Any], None] = handler.wrap_module_forward_method
+    return wrap
+
+
+def _refuse_nan(hidden: Tensor) -> None:
+    nan = hidden.isnan().any(-1)
+    if bool(nan.any()):
+        raise InvalidInputError(
+            f"{int(nan.sum())} of {nan.numel()} rows of hidden states hold NaN. Look for overflow in the "
+            "model (float16?) or a learning rate that destroyed it."
+        )
 
 
 def _refuse_model(model: Any, head: Any) -> None:

@@ -44,14 +44,12 @@ from tether.projection.tokens import ProjectedTokens, masked_max, masked_mean
 _LOG_PROBS, _ENTROPY = "log_probs", "entropy"
 
 
-class RecordOldPolicy:
-    """Stands in for the loss in the pass that scores the rollouts, and keeps what it sees."""
+class ScorePolicy:
+    """Stands in for the loss in a pass that scores and is not recorded: log-probabilities without logits."""
 
-    def __init__(self, view: View, partition: Partition, store: OldPolicyStore) -> None:
+    def __init__(self, view: View, partition: Partition) -> None:
         self.view = view
         self._partition = partition
-        self._store = store
-        self._recorded: Recorded | None = None
 
     def __call__(
         self,
@@ -61,25 +59,46 @@ class RecordOldPolicy:
         student_logits: Tensor | None = None,
         data_format: str = "thd",
     ) -> Any:
-        """First call: the sampled tokens' log-probabilities. Second: the fields that find the rest again."""
-        if student_logits is not None:
-            return self._record(student_logits, data, data_format)
-        assert model_output is not None
+        """First call: the sampled tokens' log-probabilities. Second: what else the batch gets."""
+        if student_logits is None:
+            assert model_output is not None
+            model_output.update(self._fields(data))
+            return torch.zeros(()), {}
+        refuse_data_format(data_format)
+        columns = student_logits.shape[1]
+        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
+        log_probs, entropy = self._see(student_logits, tokens, data)
+        found = {_LOG_PROBS: spread(log_probs, tokens.rows, columns)}
+        if entropy is not None:
+            found[_ENTROPY] = spread(entropy, tokens.rows, columns)
+        return found
+
+    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(self.view, HiddenView)
+        return self.view.score(rows, tokens, data)
+
+    def _fields(self, data: Any) -> dict[str, Tensor]:
+        return {}
+
+
+class RecordOldPolicy(ScorePolicy):
+    """The same in the pass that scores the rollouts, keeping what it sees."""
+
+    def __init__(self, view: View, partition: Partition, store: OldPolicyStore) -> None:
+        super().__init__(view, partition)
+        self._store = store
+        self._recorded: Recorded | None = None
+
+    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor | None]:
+        self._recorded = recorded = self.view.record(rows, tokens, data)
+        return recorded.log_probs, recorded.entropy
+
+    def _fields(self, data: Any) -> dict[str, Tensor]:
+        """By which updates find the old policy again."""
         recorded, self._recorded = self._recorded, None
         assert recorded is not None
         fields = carrier.pack(recorded.support, data["response_mask"])
-        model_output.update(self._store.put({**fields, **(recorded.fields or {})}))
-        return torch.zeros(()), {}
-
-    def _record(self, rows: Tensor, data: TensorDict, data_format: str) -> dict[str, Tensor]:
-        refuse_data_format(data_format)
-        columns = rows.shape[1]
-        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
-        self._recorded = recorded = self.view.record(rows, tokens, data)
-        found = {_LOG_PROBS: spread(recorded.log_probs, tokens.rows, columns)}
-        if recorded.entropy is not None:
-            found[_ENTROPY] = spread(recorded.entropy, tokens.rows, columns)
-        return found
+        return self._store.put({**fields, **(recorded.fields or {})})
 
 
 # What the second call does not need, and so does not travel.
@@ -123,6 +142,9 @@ class TROLLLoss:
     """Wraps verl's `ppo_loss`: projects when called with logits, delegates when called for the loss.
 
     Entropy bonus, reference penalty, aggregation and rollout weights stay verl's.
+
+    Args:
+        tokens: response tokens of the mini-batch that count, of all processes.
     """
 
     def __init__(
@@ -134,6 +156,7 @@ class TROLLLoss:
         store: Kept,
         lags: Lags | None = None,
         *,
+        tokens: int,
         in_one_pass: bool = False,
     ) -> None:
         self._ppo_loss = ppo_loss
@@ -142,6 +165,7 @@ class TROLLLoss:
         self._partition = partition
         self._store = store
         self._lags = lags
+        self._tokens = tokens
         self._in_one_pass = in_one_pass
         self._waiting: Tensor | None = None
         self._seconds = 0.0
@@ -176,7 +200,8 @@ class TROLLLoss:
         finally:
             _tokens.reset(before)
         by_lag = {} if self._lags is None else self._lags.metrics(tokens, data)
-        return PolicyLoss(loss, metrics | _metrics(tokens, data, self._settings) | by_lag)
+        own = _metrics(tokens, data, self._settings, data["dp_size"] / max(1, self._tokens))
+        return PolicyLoss(loss, metrics | own | by_lag)
 
     def _with_the_head(
         self, rows: Tensor, model_output: dict[str, Any], data: TensorDict, of_verl: Callable[[], PolicyLoss]
@@ -266,11 +291,14 @@ def troll_policy_loss(
     return loss, {"actor/ppo_kl": masked_mean((old_log_prob - log_prob).detach(), response_mask).item()}
 
 
-def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any) -> dict[str, Metric]:
-    """Means over the tokens of the global mini-batch, whatever the micro-batches; maxima over all."""
+def _metrics(tokens: ProjectedTokens, data: TensorDict, settings: Any, share: float) -> dict[str, Metric]:
+    """Means over the tokens of the global mini-batch, whatever the micro-batches; maxima over all.
+
+    Args:
+        share: of a token in a mean that verl first adds up and then averages over processes.
+    """
     mask = data["response_mask"].to_padded_tensor(0).to(tokens.kl.dtype)
     ratio = troll_objective(tokens, mask, mask, ratio_level=settings.troll_ratio).ratio.detach()
-    share = data["dp_size"] / max(1, data["batch_num_tokens"])
     after = None if math.isinf(settings.troll_kl_bound) else tokens.projected_kl
     means = {
         "kl_mean": tokens.kl,

@@ -7,6 +7,8 @@ again in its tokens: each begins where its prompt ended. Tokens of tools and tem
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,13 +18,14 @@ import ray
 from pydantic import PrivateAttr
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
 
 from tether.errors import ConfigError
 from tether.integrations.verl.sampler_fields import Turn, pack
-from tether.integrations.verl_switch import SAMPLER_SWITCH, TOP_K
+from tether.integrations.verl_switch import SAMPLER_SWITCH, SWITCH, TOP_K
 
 _turns: ContextVar[list[Turn] | None] = ContextVar("troll_turns", default=None)
 
@@ -52,21 +55,17 @@ class RecordingClient:
         return output
 
 
-class RecordedOutput(AgentLoopOutput):
-    """A trajectory that also becomes fields of the batch."""
+@functools.cache
+def _recorded(kind: type[AgentLoopOutput]) -> type[AgentLoopOutput]:
+    """A class of trajectories, verl's or an agent loop's own, whose records become fields of the batch."""
 
-    _records: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    class Recorded(kind):
+        _records: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
-    @classmethod
-    def of(cls, output: AgentLoopOutput, records: dict[str, Tensor]) -> RecordedOutput:
-        """The same trajectory, with records."""
-        made = cls.model_construct(output.model_fields_set, **dict(output))
-        made._records = records
-        return made
+        def as_dict(self) -> dict[str, Any]:
+            return {**super().as_dict(), **self._records}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Fields of the batch."""
-        return {**super().as_dict(), **self._records}
+    return Recorded
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class TrainerSteps:
     without: int
     """First versions that nothing was updated for (`trainer.critic_warmup`)."""
     updates_a_call: int
-    """Optimizer steps."""
+    """Optimizer steps, of a batch with as many responses as the configuration says."""
 
     @classmethod
     def read(cls, config: Any) -> TrainerSteps:
@@ -88,16 +87,19 @@ class TrainerSteps:
             >>> from omegaconf import OmegaConf
             >>> actor = {"ppo_mini_batch_size": 16, "ppo_epochs": 2}
             >>> trainer = {"critic_warmup": 0, "v1": {"trainer_mode": "sync", "sync": {}}}
-            >>> data = {"train_batch_size": 64}
+            >>> data, critic = {"train_batch_size": 56}, {"enable": False}
             >>> config = {"trainer": trainer, "actor_rollout_ref": {"actor": actor}, "data": data}
-            >>> TrainerSteps.read(OmegaConf.create(config))
+            >>> TrainerSteps.read(OmegaConf.create({**config, "critic": critic}))
             TrainerSteps(calls_a_version=1, without=0, updates_a_call=8)
         """
         mode = config.trainer.v1.trainer_mode
         calls = int((config.trainer.v1.get(mode) or {}).get("parameter_sync_step", 1))
         actor = config.actor_rollout_ref.actor
-        batch = int(config.data.train_batch_size) // calls
-        updates = max(1, batch // int(actor.ppo_mini_batch_size)) * int(actor.ppo_epochs)
+        batch, mini_batch = int(config.data.train_batch_size) // calls, int(actor.ppo_mini_batch_size)
+        # verl fills a batch up until actor and critic have whole mini-batches.
+        of_critic = int(config.critic.ppo_mini_batch_size) if need_critic(config) else 1
+        multiple = math.lcm(mini_batch, of_critic)
+        updates = -(-batch // multiple) * multiple // mini_batch * int(actor.ppo_epochs)
         return cls(calls, max(0, int(config.trainer.critic_warmup) - 1), updates)
 
     def calls(self, version: int) -> int:
@@ -133,7 +135,7 @@ class SamplerAgentLoopWorker(_Worker):
         recorded = [self._recorded(one) for one in (output if whole else [output])]
         return await super()._agent_loop_postprocess(recorded if whole else recorded[0], validate, **kwargs)
 
-    def _recorded(self, output: AgentLoopOutput) -> RecordedOutput:
+    def _recorded(self, output: AgentLoopOutput) -> AgentLoopOutput:
         records = pack(
             _turns.get() or [],
             output.prompt_ids,
@@ -142,7 +144,11 @@ class SamplerAgentLoopWorker(_Worker):
             calls_of=self._steps.calls,
             updates=self._steps.updates_a_call,
         )
-        return RecordedOutput.of(output, records)
+        made = output.model_copy()
+        kind: Any = type(output)
+        made.__class__ = _recorded(kind)
+        made._records = records
+        return made
 
 
 class SamplerAgentLoopManager(AgentLoopManagerTQ):
@@ -188,6 +194,14 @@ def refuse_configuration(config: Any) -> None:
             "policy_loss.troll_anchor=sampler needs no scoring pass, which verl makes unless "
             "algorithm.rollout_correction.bypass_mode=True. Set it."
         )
+    for name in ("rollout_is", "rollout_rs"):
+        asked_for = config.algorithm.rollout_correction.get(name)
+        if asked_for is not None:
+            raise ConfigError(
+                f"algorithm.rollout_correction.{name}={asked_for} is not read "
+                "where verl scores nothing, and policy_loss.troll_anchor=sampler has the sampler inside its "
+                f"bound. Set it to null; or use {SWITCH}, around the trainer's policy, which reads it."
+            )
     if not rollout.calculate_log_probs:
         raise ConfigError(
             "policy_loss.troll_anchor=sampler needs log-probabilities of the engine. Set "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +22,16 @@ class Lags:
     Args:
         data: the sequences of this process.
         calls, updates: of the trainer's update that are done, and optimizer steps of the present one.
-        by_sequence: see `sampler_fields.lags`.
+        made, by_sequence: see `sampler_fields.lags`.
         group: of the processes that have the other sequences.
     """
 
-    def __init__(self, data: Any, calls: int, updates: int, *, by_sequence: bool, group: Any) -> None:
-        self._calls, self._updates, self._by_sequence = calls, updates, by_sequence
+    def __init__(
+        self, data: Any, calls: int, updates: int, made: Mapping[int, int], *, by_sequence: bool, group: Any
+    ) -> None:
+        self._count = functools.partial(
+            sampler_fields.lags, calls=calls, updates=updates, made=made, by_sequence=by_sequence
+        )
         lag, mask = self.of(data), sampler_fields.padded(data["response_mask"])
         oldest = torch.zeros(len(mask), dtype=torch.long, device=mask.device) if lag is None else lag.amax(1)
         # All processes have all groups, and every micro-batch its share of each: verl adds shares up. A
@@ -40,7 +46,7 @@ class Lags:
 
     def of(self, data: Any) -> Tensor | None:
         """Of a micro-batch's tokens, [B, T]; None where a sampler does not count its weights."""
-        return sampler_fields.lags(data, self._calls, self._updates, by_sequence=self._by_sequence)
+        return self._count(data)
 
     def metrics(self, tokens: ProjectedTokens, data: Any) -> dict[str, Metric]:
         """Of a micro-batch: the oldest lag, and its part of the means by lag."""

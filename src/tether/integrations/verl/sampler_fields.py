@@ -5,7 +5,7 @@
 | `troll_sampler_count` | ids reported of each response token; 0 without a report, negative if nothing else could be drawn | 2 a token |
 | `troll_sampler_ids`, `troll_sampler_log_probs` | ids and log-probabilities, token after token | 8 an id |
 | `troll_sampler_calls` | calls of the trainer's update that the sampler's weights had behind them; -1 if unknown | 4 a token |
-| `troll_sampler_updates` | optimizer steps that one such call makes | 8 |
+| `troll_sampler_updates` | optimizer steps of one such call, as configured: for calls that the engine did not see | 8 |
 
 The log-probabilities of the drawn tokens are verl's own `rollout_log_probs`.
 """  # noqa: E501
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tether.errors import TetherError
+from tether.errors import InvalidInputError, TetherError
 from tether.integrations.sampler_reports import Reported
 from tether.projection import SampledPolicy
 from tether.projection.sparse import EMPTY, SparseLogProbs
@@ -61,7 +63,7 @@ def pack(
 
     Args:
         calls_of: from a version of the weights to the trainer's update calls behind it.
-        updates: optimizer steps of one such call.
+        updates: optimizer steps of one such call, as configured.
 
     Example:
         >>> from tether.integrations.sampler_reports import report_sequence
@@ -120,36 +122,36 @@ def unpack(batch: Mapping[str, Any], vocabulary_size: int, lag: Tensor | None) -
         InvalidInputError: what `SampledPolicy.from_report` refuses, by sequence and position.
     """
     mask = padded(batch["response_mask"]) > 0
-    count = _count(batch, mask)
-    if bool((mask & (count == 0)).any()):
-        row, position = (int(i) for i in (mask & (count == 0)).nonzero()[0])
+    at, count = mask.nonzero(), _counts(batch, mask)
+    missing = (count == 0).nonzero().flatten()
+    if missing.numel():
+        row, position = at[missing[0]].tolist()
         raise TetherError(
             f"sequence {row}, position {position}: the sampler left no record of this token "
-            f"({int((mask & (count == 0)).sum())} in all). troll_anchor=sampler needs an engine that reports "
+            f"({missing.numel()} in all). troll_anchor=sampler needs an engine that reports "
             "(vLLM, through verl's own client) and an agent loop that keeps the tokens it was given; "
             "otherwise set actor_rollout_ref.actor.policy_loss.troll_anchor=trainer and "
             "algorithm.rollout_correction.bypass_mode=False."
         )
-    drawn, own = padded(batch["responses"]), padded(batch["old_log_probs"])
-    ids, values = _spread(batch, count)
-    few = count < 0
+    ids, values = _reported(batch, mask, count)
+    drawn, own = padded(batch["responses"])[mask], padded(batch["old_log_probs"])[mask].to(values.dtype)
     parts = []
-    for truncated, chosen in ((False, mask & ~few), (True, mask & few)):
-        if bool(chosen.any()):
-            policy = SampledPolicy.from_report(
-                drawn, ids, values, chosen, sampled_log_probs=own.to(values.dtype), truncated=truncated,
-                vocabulary_size=vocabulary_size,
-            )  # fmt: skip
-            parts.append((chosen, policy.support))
-    support = _together(parts, mask) if parts else SparseLogProbs(ids, values, values.new_zeros(mask.shape))
-    return SampledPolicy(support, drawn, lag)[mask]
+    for truncated in (False, True):
+        chosen = ((count < 0) == truncated).nonzero().flatten()
+        reported = (drawn[chosen], ids[chosen], values[chosen], own[chosen])
+        parts.append((chosen, _checked(reported, at[chosen], vocabulary_size, truncated=truncated)))
+    return SampledPolicy(_together(parts), drawn, None if lag is None else lag[mask])
 
 
-def lags(batch: Mapping[str, Any], calls: int, updates: int, *, by_sequence: bool) -> Tensor | None:
+def lags(
+    batch: Mapping[str, Any], calls: int, updates: int, made: Mapping[int, int], *, by_sequence: bool
+) -> Tensor | None:
     """Optimizer steps between the weights that sampled and those of now, [B, T]; None if one is unknown.
 
     Args:
         calls, updates: of the trainer's update that are done, and optimizer steps of the present one.
+        made: optimizer steps of those calls that this process has seen, by how many came before each; of the
+            others, from before a resume, the batch says what their configuration asked for.
         by_sequence: all tokens of a sequence have its oldest one's.
 
     Raises:
@@ -166,8 +168,10 @@ def lags(batch: Mapping[str, Any], calls: int, updates: int, *, by_sequence: boo
             f"counts {calls}. A run that resumes needs its learning-rate schedule, which counts them: leave "
             "actor_rollout_ref.actor.checkpoint.load_contents=['model', 'optimizer', 'extra']."
         )
-    a_call = batch[UPDATES].values() if batch[UPDATES].is_nested else batch[UPDATES]
-    lag = torch.where(mask, (calls - then) * a_call.view(-1, 1).to(then.device) + updates, 0)
+    first, asked = int(then.min()) if then.numel() else calls, int(padded(batch[UPDATES]).max())
+    steps = torch.tensor([made.get(call, asked) for call in range(first, calls)], dtype=torch.long)
+    since = pad(steps.flip(0).cumsum(0).flip(0), (0, 1)).to(then.device)
+    lag = torch.where(mask, since[then - first] + updates, 0)
     return lag.amax(1, keepdim=True).expand_as(lag) if by_sequence else lag
 
 
@@ -179,41 +183,63 @@ def padded(field: Tensor) -> Tensor:
 def _fitting(row: Tensor, counted: Tensor) -> Tensor:
     """[j] to [T]. verl fills batches up with one token that does not count, and a real sequence's fields."""
     width = counted.shape[0]
-    return torch.nn.functional.pad(row[:width], (0, max(0, width - len(row))))
+    return pad(row[:width], (0, max(0, width - len(row))))
 
 
-def _count(batch: Mapping[str, Any], mask: Tensor) -> Tensor:
-    return torch.stack([_fitting(row, m) for row, m in zip(batch[COUNT].unbind(), mask, strict=True)]).long()
+def _counts(batch: Mapping[str, Any], mask: Tensor) -> Tensor:
+    """How many ids were reported of each token that counts, [N]; negative if nothing else could be drawn."""
+    rows = zip(batch[COUNT].unbind(), mask, strict=True)
+    return torch.cat([_fitting(row, counted)[counted] for row, counted in rows]).long()
 
 
-def _spread(batch: Mapping[str, Any], count: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities of each token, [B, T, K]."""
+def _reported(batch: Mapping[str, Any], mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of each token that counts, [N, K].
+
+    Of no other: one long response beside many short ones would make most of [B, T, K] padding.
+    """
+    its_ids, its_values = [], []
+    rows = zip(mask, *(batch[name].unbind() for name in (COUNT, IDS, LOG_PROBS)), strict=True)
+    for counted, counts, ids, values in rows:
+        counting = torch.repeat_interleave(_fitting(counted, counts), counts.long().abs())
+        its_ids.append(ids[counting])
+        its_values.append(values[counting])
     width = max(1, int(count.abs().max()) if count.numel() else 1)
-    ids = torch.full((*count.shape, width), EMPTY, dtype=torch.long, device=count.device)
-    values = torch.full((*count.shape, width), -torch.inf, device=count.device)
-    reported = zip(batch[COUNT].unbind(), batch[IDS].unbind(), batch[LOG_PROBS].unbind(), strict=True)
-    for row, (counts, its_ids, its_values) in enumerate(reported):
-        held = counts.long().abs()
-        position = torch.repeat_interleave(torch.arange(len(held), device=held.device), held)
-        slot = torch.arange(len(position), device=held.device) - (held.cumsum(0) - held)[position]
-        here = (position < count.shape[1]) & (slot < width)
-        ids[row, position[here], slot[here]] = its_ids[here].long()
-        values[row, position[here], slot[here]] = its_values[here].float()
-    return ids, values
+    slots = torch.arange(width, device=count.device) < count.abs()[:, None]
+    empty = torch.full(slots.shape, EMPTY, dtype=torch.long, device=count.device)
+    nothing = torch.full(slots.shape, -torch.inf, device=count.device)
+    return (
+        empty.masked_scatter(slots, torch.cat(its_ids).long()),
+        nothing.masked_scatter(slots, torch.cat(its_values).float()),
+    )
 
 
-def _together(parts: list[tuple[Tensor, SparseLogProbs]], mask: Tensor) -> SparseLogProbs:
-    """One support of the tokens of each part, [B, T, K]."""
-    if len(parts) == 1:
-        return parts[0][1]
+def _checked(
+    reported: tuple[Tensor, Tensor, Tensor, Tensor], at: Tensor, vocabulary_size: int, *, truncated: bool
+) -> SparseLogProbs:
+    """The distributions of some tokens [n, K], refused by the sequence and position they are `at`, [n, 2]."""
+    drawn, ids, values, own = (field[None] for field in reported)
+    try:
+        policy = SampledPolicy.from_report(
+            drawn, ids, values, torch.ones_like(drawn), sampled_log_probs=own, truncated=truncated,
+            vocabulary_size=vocabulary_size,
+        )  # fmt: skip
+    except InvalidInputError as error:
+
+        def of_batch(found: re.Match[str]) -> str:
+            return "sequence {}, position {}".format(*at[int(found[1])].tolist())
+
+        raise InvalidInputError(re.sub(r"^sequence 0, position (\d+)", of_batch, str(error))) from error
+    return policy.support[0]
+
+
+def _together(parts: list[tuple[Tensor, SparseLogProbs]]) -> SparseLogProbs:
+    """One support of all tokens [N, K] from those of some each, and which they are."""
     width = max(of.ids.shape[-1] for _, of in parts)
-    first = parts[0][1]
-    ids = first.ids.new_full((*mask.shape, width), EMPTY)
-    log_probs = first.log_probs.new_full((*mask.shape, width), -torch.inf)
-    log_tail = torch.zeros_like(first.log_tail)
-    for chosen, of in parts:
-        held = of.ids.shape[-1]
-        ids[..., :held] = torch.where(chosen[..., None], of.ids, ids[..., :held])
-        log_probs[..., :held] = torch.where(chosen[..., None], of.log_probs, log_probs[..., :held])
-        log_tail = torch.where(chosen, of.log_tail, log_tail)
-    return SparseLogProbs(ids, log_probs, log_tail)
+    order = torch.cat([chosen for chosen, _ in parts]).argsort()
+
+    def widened(name: str, fill: float) -> Tensor:
+        sides = [getattr(of, name) for _, of in parts]
+        return torch.cat([pad(side, (0, width - side.shape[-1]), value=fill) for side in sides])[order]
+
+    log_tail = torch.cat([of.log_tail for _, of in parts])[order]
+    return SparseLogProbs(widened("ids", EMPTY), widened("log_probs", -torch.inf), log_tail)

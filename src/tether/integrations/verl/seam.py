@@ -42,6 +42,7 @@ SIGNATURES: dict[str, list[str]] = {
         "rollout_is_weights",
     ],
     "verl.workers.utils.padding:no_padding_2_padding": ["tensor", "data"],
+    "verl.trainer.ppo.utils:need_critic": ["config"],
     "verl.utils.metric:Metric.__init__": ["self", "aggregation", "value"],
     "verl.utils.tensordict_utils:assign_non_tensor": ["tensor_dict", "kwargs"],
     "verl.utils.ulysses:get_ulysses_sequence_parallel_rank": ["group"],
@@ -72,6 +73,11 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         "temperature and entropy are asked for by the batch",
         f"{_ENGINE}:FSDPEngineWithLMHead",
         ['temperature = micro_batch["temperature"]', 'key="calculate_entropy", default=False'],
+    ),
+    (
+        "activation offload wraps the forward of each unit of FSDP2, and can wrap another one",
+        "verl.utils.activation_offload:ActivationHandler.wrap_module_forward_method",
+        ["orig_method = module.forward", "nonlocal handler", "module.forward = wrapped_method.__get__"],
     ),
     (
         "what the second call adds to model_output is returned to the caller",
@@ -127,6 +133,14 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         "a batch is balanced over the workers before the old pass",
         f"{_TRAINER}:PPOTrainer._step_once",
         ["batch = self._balance_batch(batch, metrics=metrics) # 4. compute old_log_prob"],
+    ),
+    (
+        "a batch is filled up until actor and critic have whole mini-batches",
+        f"{_TRAINER}:PPOTrainer._get_required_batch_multiple",
+        [
+            "math.lcm(required_multiple, critic_global_mini_batch_size)",
+            "math.lcm(required_multiple, actor_global_mini_batch_size)",
+        ],
     ),
     (
         "in bypass mode the engine's log-probabilities are the old ones",

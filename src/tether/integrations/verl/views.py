@@ -22,6 +22,7 @@ from tether.integrations.verl.layout import CountedTokens, Partition
 from tether.integrations.verl.settings import TROLLPolicyLossConfig
 from tether.integrations.verl.store import OldPolicyStore
 from tether.losses import project_tokens
+from tether.ops import linear_log_probs
 from tether.ops.head import Head
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import SparseLogProbs
@@ -129,6 +130,14 @@ class HiddenView:
     def watching(self) -> AbstractContextManager[Any]:
         """See `View`."""
         return self._head.handing_over()
+
+    def score(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies of the tokens, of which nothing is kept."""
+        hidden, weight, bias = self._read(rows, tokens, data)
+        found = linear_log_probs(
+            hidden, weight, tokens.sampled_ids[:, None], bias=bias, temperature=self._temperature
+        )
+        return found.log_probs[:, 0], found.entropy if self.with_entropy else None
 
     def record(self, rows: Tensor, tokens: CountedTokens, data: Any) -> Recorded:
         """See `View`."""
