@@ -121,6 +121,13 @@ def test_no_file_is_longer_than_one_sitting() -> None:
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest collects either, and stops at the other."""
+    alone = {"verl", "vllm_engine", "site"}  # each collected by itself
+    modules = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in alone]
+    assert len({path.name for path in modules}) == len(modules)
+
+
 def test_no_function_is_longer_than_a_screen() -> None:
     long = {
         f"{name}:{node.name}": lines_of_body(node)
