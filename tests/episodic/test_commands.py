@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+from point_runs import POINT, content, tether
 
-from tether.cli import main
 from tether.episodic import commands
 from tether.episodic.commands import film_run, summarise_evaluation
 from tether.episodic.config import OnPolicyConfig
@@ -33,29 +33,12 @@ from tether.episodic.train import load_config
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
 from tether.experiments import RunFolder
 
-POINT = "tether/PointReach-v0"
 TINY = (
     "--env", POINT, "--seed", "3", "--iterations", "4", "--episodes", "4", "--workers", "0",
     "--policy.hidden-sizes", "8", "--critic.hidden-sizes", "8", "--critic.epochs", "2",
     "--update.epochs", "2", "--update.segment-points", "5", "--motion.num-basis", "2",
     "--evaluate-every", "2", "--evaluation-episodes", "3", "--checkpoint-every", "2",
 )  # fmt: skip
-TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
-
-
-def tether(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def content(run: Path) -> list[list[dict[str, Any]]]:
-    folder = RunFolder.open(run)
-    return [
-        [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
-        for rows in (folder.metrics(), folder.evals())
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -7,31 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from point_runs import POINT, content, tether
 
-from tether.cli import main
 from tether.episodic import commands
 from tether.episodic.options import CompareConfig, TrainConfig, comparison_runs
 from tether.episodic.train import train
 from tether.errors import CheckpointError, ConfigError
 from tether.experiments import RunFolder
-
-POINT = "tether/PointReach-v0"
-TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
-
-
-def tether(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def content(run: Path) -> list[list[dict[str, Any]]]:
-    folder = RunFolder.open(run)
-    return [
-        [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
-        for rows in (folder.metrics(), folder.evals())
-    ]
 
 
 def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(

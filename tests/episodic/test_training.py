@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from point_runs import content
 
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
@@ -33,8 +34,6 @@ from tether.experiments import RunFolder
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.run_config import flatten_settings
 from tether.experiments.study_table import StudyTable
-
-TIMES = {"time_s", "sampling_seconds", "critic_seconds", "policy_seconds"}
 
 
 def tiny(**changes: Any) -> OnPolicyConfig:
@@ -54,14 +53,6 @@ def tiny(**changes: Any) -> OnPolicyConfig:
         checkpoint_every=2,
     )
     return replace(config, **changes)
-
-
-def content(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Metrics and evaluations without the times."""
-    folder = RunFolder.open(run)
-    lines = folder.metrics(), folder.evals()
-    metrics, evals = ([{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in lines)
-    return metrics, evals
 
 
 def final_state(run: Path) -> dict[str, Any]:

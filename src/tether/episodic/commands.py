@@ -22,7 +22,7 @@ from tether.experiments import RunConfig, RunFolder
 from tether.experiments.files import atomic_write_json, dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
-from tether.experiments.run_config import differences
+from tether.experiments.run_config import differences, refuse_other_settings
 from tether.experiments.settings_file import write_settings
 from tether.experiments.statistics import (
     Interval,
@@ -270,9 +270,7 @@ def check_same_run(kept: RunConfig, path: Path, asked: TrainConfig, remedy: str)
         RunConfig(kept.kind, label, config.seed, load_json(dump_json(config.as_dict())))
         for label, config in ((kept.label, known), (asked.label or asked.settings.algo, asked.settings))
     )
-    if changed := differences(there, here, MAY_CHANGE):
-        listed = "; ".join(f"{name}: {old!r} there, {new!r} here" for name, (old, new) in changed.items())
-        raise ConfigError(f"{path} was run with other settings ({listed}). Give the comparison {remedy}.")
+    refuse_other_settings(path, differences(there, here, MAY_CHANGE), remedy)
 
 
 def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:

@@ -195,9 +195,7 @@ def _collect(studies: list[Study], config: CompareConfig) -> list[RunData]:
         runs = [run for run in runs if run.evals]
         if table is not None:
             kept = table.runs(study.name)
-            longer = [
-                run for run in runs if run.path.name not in kept or run.steps > kept[run.path.name].steps
-            ]
+            longer = [run for run in runs if run.name not in kept or run.steps > kept[run.name].steps]
             table.add(study.name, longer, unfinished=True)
             runs = list(table.runs(study.name).values())
         found += runs

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tether.errors import CheckpointError
+from tether.errors import CheckpointError, ConfigError
 from tether.experiments.files import load_json
 
 CONFIG_FILE = "config.json"
@@ -133,6 +133,22 @@ def differences(
         if not allowed and not _same(*pair):
             changed[name] = pair
     return changed
+
+
+def refuse_other_settings(path: Path, changed: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
+    """Refuse to take a kept run for one of other settings.
+
+    Args:
+        path: where it is.
+        changed: name -> (the run's value, the one that is asked for), as `differences` finds them.
+        remedy: what else the comparison may be given: "another output folder".
+
+    Raises:
+        ConfigError: with what has changed.
+    """
+    if changed:
+        listed = "; ".join(f"{name}: {old!r} there, {new!r} here" for name, (old, new) in changed.items())
+        raise ConfigError(f"{path} was run with other settings ({listed}). Give the comparison {remedy}.")
 
 
 def _same(left: Any, right: Any) -> bool:

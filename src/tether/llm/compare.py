@@ -12,7 +12,7 @@ from tether.errors import ConfigError
 from tether.experiments.comparison import Entry, Row, compare_methods, comparison_tables, write_comparison
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
-from tether.experiments.run_config import flatten_settings
+from tether.experiments.run_config import flatten_settings, refuse_other_settings
 from tether.experiments.run_data import RunData
 from tether.experiments.run_start import is_finished
 from tether.experiments.settings_file import write_settings
@@ -152,24 +152,22 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
         remedy = "another table (results) or another output folder, or delete the rows of that run"
     runs = {run.name: run for run in finished}
     for cell in grid:
-        run = runs.get(cell.name)
-        changed = _changed(run.config.settings, cell.train, ignored) if run is not None else ""
-        if run is not None and changed:
-            raise ConfigError(
-                f"{run.path} was run with other settings ({changed}). Give the comparison {remedy}."
-            )
+        if (run := runs.get(cell.name)) is not None:
+            refuse_other_settings(run.path, _changed(run.config.settings, cell.train, ignored), remedy)
     return runs
 
 
-def _changed(kept: dict[str, object], train: TrainConfig, ignored: Collection[str]) -> str:
+def _changed(
+    kept: dict[str, object], train: TrainConfig, ignored: Collection[str]
+) -> dict[str, tuple[object, object]]:
     """The settings that differ. One that a kept run does not know came later; such a run had its default."""
     asked, defaults = (load_json(dump_json(config.settings())) for config in (train, TrainConfig()))
     asked, kept = flatten_settings(asked), flatten_settings({**defaults, **kept})
-    return "; ".join(
-        f"{name}: {kept.get(name, 'not set')!r} there, {asked.get(name, 'no such setting')!r} here"
+    return {
+        name: (kept.get(name, "not set"), asked.get(name, "no such setting"))
         for name in {**kept, **asked}
         if name not in ignored and (name not in asked or name not in kept or asked[name] != kept[name])
-    )
+    }
 
 
 def _by_method(config: CompareConfig, grid: Sequence[Cell]) -> list[Cell]:

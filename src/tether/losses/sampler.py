@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -125,15 +126,13 @@ def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
         return kl_bound.at(lag)
     if not isinstance(kl_bound, Tensor):
         return kl_bound
-    try:
-        if kl_bound.dim() == 1:  # of sequences or of positions? Where B is T, nothing tells them apart.
-            raise RuntimeError
-        return kl_bound.expand(mask.shape)
-    except RuntimeError as error:
-        raise InvalidInputError(
-            f"kl_bound must be a number or expand to [B, T] = {tuple(mask.shape)} from [B, 1] or [1, T], got "
-            f"{tuple(kl_bound.shape)}."
-        ) from error
+    if kl_bound.dim() != 1:  # of sequences or of positions? Where B is T, nothing tells them apart.
+        with suppress(RuntimeError):
+            return kl_bound.expand(mask.shape)
+    raise InvalidInputError(
+        f"kl_bound must be a number or expand to [B, T] = {tuple(mask.shape)} from [B, 1] or [1, T], got "
+        f"{tuple(kl_bound.shape)}."
+    )
 
 
 def project_each_bound(
