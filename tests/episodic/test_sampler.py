@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +197,55 @@ def test_nan_from_the_simulator_names_the_episode_and_leaves_the_workers_usable(
     two_workers.reset(seeds=healthy)
     quiet = np.zeros((len(healthy), 5, 1))
     np.testing.assert_array_equal(two_workers.execute(quiet, quiet).rewards, 1.0)
+
+
+def test_signals_to_all_of_a_group_are_for_the_workers_parent(two_workers: EpisodeSampler) -> None:
+    """A terminal that is closed, a service and a scheduler tell all processes; the parent may save."""
+    seeds = [seed for seed in range(20) if np.random.default_rng(seed).uniform() <= 0.5][:2]
+    two_workers.reset(seeds=seeds)
+    for process in two_workers._backend._processes:  # type: ignore[union-attr]
+        assert process.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(process.pid, number)
+    np.testing.assert_array_equal(two_workers.execute(np.zeros((2, 5, 1)), np.zeros((2, 5, 1))).rewards, 1.0)
+
+
+def test_an_interrupted_request_leaves_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = itertools.chain([KeyboardInterrupt], itertools.repeat(None))
+
+    def wait(*arguments: Any) -> Any:
+        if ends := next(waits):
+            raise ends
+        return connection.wait(*arguments)
+
+    with EpisodeSampler("misbehaving_envs:test/well-v0", num_workers=1) as sampler:
+        sampler.reset(2)
+        monkeypatch.setattr("tether.episodic.workers.connection", SimpleNamespace(wait=wait))
+        with pytest.raises(KeyboardInterrupt):
+            sampler.execute(np.full((2, 5, 1), 0.5), np.zeros((2, 5, 1)))
+        with pytest.raises(SimulationError, match=r"closed\. Build a new one"):
+            sampler.execute(np.zeros((2, 5, 1)), np.zeros((2, 5, 1)))
+
+
+def test_a_reset_that_fails_leaves_no_earlier_episode_to_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EpisodeSampler("misbehaving_envs:test/well-v0") as sampler:
+        robot = sampler._backend._env  # type: ignore[union-attr]
+        zeros, task = np.zeros((5, 1)), robot.env.unwrapped
+        expected = robot.execute(1, zeros, zeros).observations
+        robot.reset(1)
+        sampler.reset(seeds=[1])
+
+        def fails(**options: object) -> None:
+            type(task).reset(task, **options)
+            raise RuntimeError("no start")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(task, "reset", fails)
+            with pytest.raises(RuntimeError, match="no start"):
+                sampler.reset(seeds=[2])
+        with pytest.raises(InvalidInputError, match="call reset first"):
+            sampler.execute(zeros[None], zeros[None])
+        np.testing.assert_array_equal(robot.execute(1, zeros, zeros).observations, expected)
 
 
 def test_workers_share_the_batch_and_compute_on_one_thread_each(two_workers: EpisodeSampler) -> None:

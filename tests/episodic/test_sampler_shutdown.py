@@ -99,3 +99,16 @@ def test_workers_leave_when_their_parent_is_killed(start: Start) -> None:
     process.kill()
     process.wait()
     assert gone_within(workers, 60)
+
+
+def test_a_program_that_closes_nothing_ends(tmp_path: Path) -> None:
+    script = tmp_path / "careless.py"
+    script.write_text(
+        "from tether.episodic.sampler import EpisodeSampler\n"
+        "if __name__ == '__main__':\n"
+        "    sampler = EpisodeSampler('tether/PointReach-v0', num_workers=1)\n"
+        "    print(sampler._backend._processes[0].pid)\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert gone_within([int(ended.stdout)], 10)

@@ -161,6 +161,7 @@ class PositionControlledEnv(ABC):
 
     def reset(self, seed: int) -> Start:
         """Begin the episode that belongs to a seed: the same seed always gives the same start."""
+        self._ready_seed = None  # where a reset fails the environment stands nowhere
         observation, _ = self.env.reset(seed=seed)
         observation = np.array(observation, dtype=np.float64)
         if not np.isfinite(observation).all():

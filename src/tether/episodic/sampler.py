@@ -90,6 +90,7 @@ class EpisodeSampler:
             chosen = tuple(int(seed) for seed in seeds)
             if not chosen or min(chosen) < 0:
                 raise InvalidInputError(f"seeds are one or more integers >= 0; got {chosen}.")
+        self._pending = None  # what fails now must not leave an earlier batch to be executed
         starts = self._backend.reset(chosen)
         self._drawn += num_episodes or 0
         self._pending = chosen

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from tether.episodic.environments import make_position_controlled
 from tether.episodic.episodes import Episodes, FloatArray, Start, concatenate_episodes, stack_episodes
 from tether.errors import SimulationError, TetherError
 
+# What terminals, services and schedulers send to all processes of a group at once. The parent says what
+# becomes of it, which may be to finish an iteration; when it closes their pipes the workers leave.
+_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 # Workers compute on one thread each: their number is what fills the cores.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -51,6 +55,8 @@ class WorkerPool:
         self._env_id = env_id
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        # At the program's end, too, before multiprocessing waits for processes that were told to terminate.
+        self._end = Finalize(self, _end, (self._connections, self._processes), exitpriority=0)
         context = get_context("spawn")
         try:
             with environment_variables(_ONE_THREAD), _children_without_interrupts():
@@ -78,16 +84,7 @@ class WorkerPool:
         return concatenate_episodes(self._ask(requests))
 
     def close(self) -> None:
-        for link in self._connections:
-            link.close()  # a waiting worker reads the end of its pipe and leaves
-        deadline = time.monotonic() + 1.0
-        for process in self._processes:
-            process.join(timeout=max(0.0, deadline - time.monotonic()))
-        for process in self._processes:
-            if process.is_alive():  # in the middle of an episode
-                process.kill()
-                process.join()
-        self._connections, self._processes = [], []
+        self._end()
 
     def _shares(self, num_episodes: int) -> Iterator[tuple[int, slice]]:
         bounds = np.linspace(0, num_episodes, len(self._processes) + 1).round().astype(int)
@@ -98,12 +95,18 @@ class WorkerPool:
     def _ask(self, requests: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         if not self._processes:
             raise SimulationError(f"{self._env_id}: this sampler is closed. Build a new one.")
-        for worker, request in requests.items():
-            try:
-                self._connections[worker].send(request)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                self._fail(worker, error)
-        return self._answers(list(requests))
+        try:
+            for worker, request in requests.items():
+                try:
+                    self._connections[worker].send(request)
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    self._fail(worker, error)
+            return self._answers(list(requests))
+        except TetherError:
+            raise
+        except BaseException:  # Ctrl-C: the next request would be given the answers still on their way
+            self.close()
+            raise
 
     def _answers(self, workers: Sequence[int]) -> list[Any]:
         """The answer of each worker, in order; a worker that dies is reported at once."""
@@ -146,6 +149,21 @@ class WorkerPool:
         ) from cause
 
 
+def _end(connections: list[Connection], processes: list[BaseProcess]) -> None:
+    """Stop the workers and forget them."""
+    for link in connections:
+        link.close()  # a waiting worker reads the end of its pipe and leaves
+    deadline = time.monotonic() + 1.0
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():  # in the middle of an episode
+            process.kill()
+            process.join()
+    connections.clear()
+    processes.clear()
+
+
 @contextmanager
 def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes that are started meanwhile, and put back what was there."""
@@ -175,7 +193,8 @@ def _children_without_interrupts() -> Iterator[None]:
 
 def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
     """What a worker process does: answer requests until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
+    for number in _OF_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
     try:
         with make_position_controlled(env_id, **options) as env:
             link.send("ready")
