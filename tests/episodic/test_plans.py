@@ -182,6 +182,22 @@ def test_the_row_past_the_motions_end_keeps_the_limits_too(tau, dt, duration, li
     assert plan.slowed * duration <= fine.slowed * duration + dt
 
 
+@pytest.mark.parametrize("speed", [0.34, 0.4, 0.51, 0.8, 0.97])
+def test_a_row_on_the_peak_keeps_the_limit_and_can_be_replanned_from(speed):
+    """At these factors a row comes nearer to the peak than any instant between rows."""
+    motion = ProDMP(ProDMPConfig(num_basis=4, tau=1.0, alpha=12.0), 1)
+    weights, still = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64), torch.zeros(1).double()
+    limits = MotionLimits(velocity=speed)
+    plan = plan_motion(motion, weights, still, still, DT, 2.0, limits=limits)
+    fastest = int(plan.velocities.argmax())
+    assert plan.velocities[fastest, 0] == pytest.approx(speed, rel=1e-4)
+    assert plan.velocities[fastest, 0] <= speed * (1 + 1e-9)
+    state = torch.from_numpy(plan.positions[fastest]), torch.from_numpy(plan.velocities[fastest])
+    resting = torch.tensor([0.0, 0.0, 0.0, 0.0, state[0].item()], dtype=torch.float64)
+    bent = plan_motion(motion, resting, *state, DT, 2.0, start_time=1.0, limits=limits)
+    assert bent.velocities.max() <= speed
+
+
 def test_a_row_past_the_end_is_named_where_slowing_down_is_not_allowed():
     motion = ProDMP(ProDMPConfig(num_basis=3, tau=3.0), 1)
     weights, still = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(1)

@@ -20,7 +20,7 @@ from tether.experiments.files import atomic_write_bytes
 
 OnViolation = Literal["scale", "refuse"]
 
-# Limits hold at this many instants a step, so that a peak between two steps is seen as well.
+# Limits hold at this many instants a step besides, so that a peak between two steps is seen as well.
 _LOOKS_PER_STEP = 16
 # From rest one factor meets the limits; from a state in motion the path changes with it, and some more do.
 _TRIES = 50
@@ -192,8 +192,7 @@ def plan_motion(
             f"start_time={start_time} on. Give that position as goal_from."
         )
     course = _Course(motion, weights, position, velocity, dt, start_time, duration - start_time)
-    slowed = 1.0 if limits is None else _slowed(course, limits, on_violation)
-    return course.at(course.rows(slowed), slowed)
+    return course.at(course.rows(1.0), 1.0) if limits is None else _within(course, limits, on_violation)
 
 
 def _checked(name: str, values: Tensor, size: int) -> Tensor:
@@ -252,27 +251,34 @@ class _Course:
         return instants
 
 
-def _slowed(course: _Course, limits: MotionLimits, on_violation: OnViolation) -> float:
-    """The least factor that keeps the motion within its limits, and what is written past its end."""
+def _within(course: _Course, limits: MotionLimits, on_violation: OnViolation) -> Plan:
+    """The rows of the motion, slower by the least factor that keeps them and what lies between in limits."""
     _check_initial_speed(course.velocity, limits)
-    instants, slowed = course.instants(), 1.0
+    slowed = 1.0
     for _ in range(_TRIES):
-        slowed = _slow_enough(course, limits, on_violation, slowed)
-        plan = course.at(instants * slowed, slowed)
-        _check_positions(plan, limits)
-        end, last = slowed * course.seconds, float(course.rows(slowed)[-1])
+        looked = _slow_enough(course, limits, on_violation, slowed)
+        _check_positions(looked, limits)
+        slowed = looked.slowed
+        rows = course.at(course.rows(slowed), slowed)
+        end, last = slowed * course.seconds, float(rows.times[-1])
         past = course.at(np.linspace(end, max(end, last), _LOOKS_PER_STEP + 1), slowed)
         within = _excess(past, limits) <= 1 + _ROUNDING and not _out_of_range(past, limits)
-        if within or last <= end * (1 + _ROUNDING):
-            return slowed
-        if on_violation == "refuse":
-            raise MotionLimitError(_past_its_end(past))
-        slowed *= last / end  # so slow it ends with the last row
-    raise MotionLimitError(_too_fast(plan, on_violation))
+        if not within and last > end * (1 + _ROUNDING):
+            if on_violation == "refuse":
+                raise MotionLimitError(_past_its_end(past))
+            slowed *= last / end  # so slow it ends with the last row
+        elif (excess := _excess(rows, limits)) > 1 + _ROUNDING:  # a row on a peak between two looks
+            if on_violation == "refuse":
+                raise MotionLimitError(_too_fast(rows, on_violation))
+            slowed *= excess
+        else:
+            _check_positions(rows, limits)
+            return rows
+    raise MotionLimitError(_too_fast(looked, on_violation))
 
 
-def _slow_enough(course: _Course, limits: MotionLimits, on_violation: OnViolation, slowed: float) -> float:
-    """The least factor from `slowed` on that keeps the motion up to its end within its speeds and pushes."""
+def _slow_enough(course: _Course, limits: MotionLimits, on_violation: OnViolation, slowed: float) -> Plan:
+    """At all instants, by the least factor from `slowed` on that keeps speeds and pushes up to the end."""
     instants, too_fast = course.instants(), slowed
     for _ in range(_TRIES):
         plan = course.at(instants * slowed, slowed)
@@ -285,18 +291,21 @@ def _slow_enough(course: _Course, limits: MotionLimits, on_violation: OnViolatio
     else:
         raise MotionLimitError(_too_fast(plan, on_violation))
     # From rest the path stays, so that the factor is exact; in motion it may be some per cent too large.
-    while course.velocity.any() and slowed - too_fast > _NEAR * slowed:
-        middle = (too_fast + slowed) / 2
-        fits = _excess(course.at(instants * middle, middle), limits) <= 1 + _ROUNDING
-        too_fast, slowed = (too_fast, middle) if fits else (middle, slowed)
-    return slowed
+    while course.velocity.any() and plan.slowed - too_fast > _NEAR * plan.slowed:
+        middle = (too_fast + plan.slowed) / 2
+        tried = course.at(instants * middle, middle)
+        if _excess(tried, limits) <= 1 + _ROUNDING:
+            plan = tried
+        else:
+            too_fast = middle
+    return plan
 
 
 def _check_initial_speed(velocity: Tensor, limits: MotionLimits) -> None:
     speed = np.abs(velocity.numpy())
     allowed = limits.each("velocity", len(speed))
     joint = int((speed / allowed).argmax())
-    if speed[joint] > allowed[joint]:
+    if speed[joint] > allowed[joint] * (1 + _ROUNDING):  # a plan's own row may be on its limit
         raise MotionLimitError(
             f"Joint {joint + 1} starts at a speed of {speed[joint]:.4g}, above its limit of "
             f"{allowed[joint]:.4g}. Slow the robot down before this motion."
