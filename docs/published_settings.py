@@ -52,6 +52,7 @@ SETTINGS = {
     "trust_region.mean_bound": "bound of the mean",
     "trust_region.cov_bound": "bound of the covariance",
     "trust_region.regression_weight": "weight of the pull",
+    "trust_region.pull_covariance": "the covariance is pulled, too",
     "trust_region.target_entropy": "entropy bound falls to, a weight",
     "update.learning_rate": "learning rate",
     "update.final_learning_rate_fraction": "learning rates fall to",
@@ -72,7 +73,7 @@ OF_TCE_ALONE = (
 
 BY_CODE = ("policy_input", "critic.time_input", "critic.state_stride", "critic.normalise_targets",
            "update.shift_rewards", "update.include_last_reward",
-           "update.final_learning_rate_fraction", "env_options")  # fmt: skip
+           "update.final_learning_rate_fraction", "env_options", "trust_region.pull_covariance")  # fmt: skip
 
 _COMMON: dict[str, Any] = {
     "env_options": {},
@@ -94,6 +95,7 @@ _TCE: dict[str, Any] = _COMMON | {
     "critic.time_input": True,
     "critic.state_stride": 1,
     "trust_region.regression_weight": 1.0,
+    "trust_region.pull_covariance": True,
     "update.final_learning_rate_fraction": 0.01,
     "update.epochs": 50,
     "update.gae_lambda": 0.95,
@@ -107,6 +109,7 @@ _BBRL: dict[str, Any] = _COMMON | {
     "critic.learning_rate": 3e-4,
     "critic.normalise_inputs": False,
     "trust_region.regression_weight": 10.0,
+    "trust_region.pull_covariance": False,
     "update.learning_rate": 3e-4,
     "update.final_learning_rate_fraction": 1.0,
 }
@@ -252,11 +255,13 @@ BESIDES = (
     ("BBRL on Meta-World", "the context leaves out what is the same at every start",
      "the whole first observation"),
     ("BBRL's pull to the projection",
-     "of the mean alone where all contexts share a covariance, in boschresearch/trust-region-layers; the "
-     "authors' fork of it was not read. The covariance is set to its projection after an iteration",
-     "of mean and covariance; the covariance is set to its projection as well"),
+     "the covariance is set to its projection after an iteration, and the pull is told so. That it is of the "
+     "mean alone then stands in boschresearch/trust-region-layers; the authors' fork of it could not be read",
+     "of the mean alone (`trust_region.pull_covariance`); of both in runs made before, which resume as they "
+     "were"),
     ("BBRL on Hopper Jump", "no settings published",
-     "`hopper-jump-sparse-bbrl`: TCE's with the baseline's epochs, learning rate and pull from Meta-World"),
+     "`hopper-jump-sparse-bbrl`: TCE's with the baseline's epochs, learning rate and weight of the pull from "
+     "Meta-World; mean and covariance are pulled"),
 )  # fmt: skip
 """What differs, or cannot be told by a setting: in words, published, here."""
 

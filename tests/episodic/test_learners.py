@@ -272,6 +272,42 @@ def test_bbrl_leaves_a_covariance_within_the_bound(covariance: str, sampler: Epi
     assert after == pytest.approx(1e-4, rel=1e-6)
 
 
+@pytest.mark.parametrize(("algo", "pulled", "contextual"), [
+    ("bbrl", False, False), ("bbrl", True, False), ("bbrl", False, True), ("tce", False, False),
+])  # fmt: skip
+def test_a_covariance_is_pulled_unless_it_is_set(
+    algo: str, pulled: bool, contextual: bool, sampler: EpisodeSampler
+) -> None:
+    """Network and projection differ in mean and covariance; where nothing is gained, only the pull acts."""
+    config = small_config(
+        algo,
+        policy=PolicyConfig((32,), "tanh", init_std=0.5, contextual_covariance=contextual),
+        trust_region=TrustRegionConfig(0.1, 1e-4, pull_covariance=pulled),
+    )
+    learner = build(config, sampler)
+    motions, _ = tried(learner, sampler)
+    with torch.no_grad():
+        learner.policy.network[-1].bias += 3.0  # type: ignore[operator, union-attr]
+        if not contextual:
+            learner.policy.scale_parameters -= 0.5
+    before = learner.policy(motions.inputs)
+    learner._improve_policy(motions, 0.0, lambda projected: 0.0 * projected.mean.sum())
+    after = learner.policy(motions.inputs)
+    assert not torch.equal(after.mean, before.mean)
+    assert torch.equal(after.scale, before.scale) is ((algo, pulled, contextual) == ("bbrl", False, False))
+
+
+def test_runs_older_than_a_setting_keep_what_they_were_trained_with() -> None:
+    values = preset("hopper-jump-sparse-bbrl").as_dict()
+    del values["trust_region"]["pull_covariance"]
+    assert config_from_dict(values) == preset("hopper-jump-sparse-bbrl")
+    values = preset("metaworld-bbrl").as_dict()
+    del values["trust_region"]["pull_covariance"]
+    older, now = config_from_dict(values), preset("metaworld-bbrl")
+    assert older.trust_region.pull_covariance  # type: ignore[attr-defined]
+    assert not now.trust_region.pull_covariance  # type: ignore[attr-defined]
+
+
 def test_entropy_does_not_fall_below_its_scheduled_bound(sampler: EpisodeSampler) -> None:
     """A bound that does not move yet keeps BBRL's covariance at the initial entropy or above."""
     config = small_config(

@@ -17,10 +17,13 @@ class BBRL(OnPolicyLearner):
     """Deep black-box RL: one action (the weights), one reward (the return) an episode.
 
     Maximises mean(p(w) / p_old(w) A) with A = return - V(context), normalised over the batch. After each
-    iteration a covariance that is no function of the context is replaced by its projection.
+    iteration a covariance that is no function of the context is replaced by its projection; as published the
+    network is pulled towards the mean's projection alone (``pull_covariance=False``, in the presets).
 
     Source: deep black-box RL (arXiv 2210.09622).
     """
+
+    sets_covariance = True
 
     def _critic_input_size(self) -> int:
         return self.policy.context_size

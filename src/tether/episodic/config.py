@@ -124,6 +124,10 @@ class TrustRegionConfig:
     regression_weight: float = 1.0
     """Weight of KL(network || projected), which pulls the network towards its projection."""
 
+    pull_covariance: bool = True
+    """Pull the covariance, too, where that is not set to its projection after an iteration in any case (BBRL
+    with one covariance for all contexts, which as published pulls the mean alone)."""
+
     target_entropy: float | None = None
     """Entropy per weight (nats) to which a lower bound falls linearly over training. None: no bound."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
     Raises:
         ConfigError: the policy would see nothing of the environment.
     """
+
+    sets_covariance: ClassVar[bool] = False
+    """Whether `update` sets a covariance that all contexts share to its projection; it needs no pull."""
 
     def __init__(self, config: GaussianConfigT, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -92,8 +95,11 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
     def _pulled(
         self, gain: Tensor, network: WeightDistribution, projected: WeightDistribution
     ) -> tuple[Tensor, Tensor]:
-        """The loss of a gain and of KL(network || projected), and that divergence."""
-        regression = torch.stack([part.mean() for part in network.kl(projected.detach())]).sum()
+        """The loss of a gain and of KL(network || projected), as far as it is pulled, and that divergence."""
+        of_mean, of_covariance = (part.mean() for part in network.kl(projected.detach()))
+        set_later = self.sets_covariance and not self.config.policy.contextual_covariance
+        mean_alone = set_later and not self.config.trust_region.pull_covariance
+        regression = of_mean if mean_alone else of_mean + of_covariance
         return -gain + self.config.trust_region.regression_weight * regression, regression
 
     def _tensor(self, values: FloatArray) -> Tensor:

@@ -55,7 +55,7 @@ def _metaworld_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
         motion=ProDMPConfig(4, 5.0, 10.0, 5.0, weights_scale=0.1, goal_scale=0.1, relative_goal=True),
         policy=PolicyConfig((32, 32), "relu", covariance="diagonal", min_std=1e-5),
         critic=CriticConfig((32, 32), "relu", epochs=100, normalise_inputs=False),
-        trust_region=TrustRegionConfig(0.005, 0.0005, regression_weight=10.0),
+        trust_region=TrustRegionConfig(0.005, 0.0005, regression_weight=10.0, pull_covariance=False),
         update=UpdateConfig(epochs=100, final_learning_rate_fraction=1.0),
     )
 
@@ -110,7 +110,7 @@ def _box_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
         precision="float32",
         motion=replace(config.motion, tau=1.5),
         critic=CriticConfig((256, 256), epochs=10, weight_decay=5e-5, normalise_inputs=False),
-        trust_region=TrustRegionConfig(0.05, 0.001, regression_weight=10.0),
+        trust_region=TrustRegionConfig(0.05, 0.001, regression_weight=10.0, pull_covariance=False),
         update=UpdateConfig(epochs=20, final_learning_rate_fraction=1.0, weight_decay=5e-5),
     )
 
@@ -176,7 +176,8 @@ def _affordable(paper: OnPolicyConfig) -> OnPolicyConfig:
 
 
 def _hopper_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
-    """None were published for this task: TCE's, with the baseline's epochs and pull from Meta-World."""
+    """None were published for this task: TCE's, with the baseline's epochs and weight of the pull from
+    Meta-World. The covariance is pulled as well, as in all runs of these presets so far."""
     return replace(
         config,
         algo="bbrl",
@@ -228,7 +229,9 @@ def _table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
         env_options={"violations": "refused"},
         policy_input="context",
         critic=CriticConfig((256,), "tanh", epochs=100, weight_decay=1e-5, normalise_inputs=False),
-        trust_region=TrustRegionConfig(config.trust_region.mean_bound, 0.001, regression_weight=25.0),
+        trust_region=TrustRegionConfig(
+            config.trust_region.mean_bound, 0.001, regression_weight=25.0, pull_covariance=False
+        ),
         update=UpdateConfig(epochs=100, final_learning_rate_fraction=1.0, weight_decay=1e-5),
     )
 
