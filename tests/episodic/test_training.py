@@ -103,6 +103,22 @@ def test_a_run_folder_holds_every_iteration_and_evaluation(uninterrupted: Path) 
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [4, 6]
 
 
+def test_a_run_older_than_the_setting_of_its_pull_resumes_as_it_was(tmp_path: Path) -> None:
+    old, file = tmp_path / "old", tmp_path / "old" / "config.json"
+    pulled, alone = (
+        tiny(algo="bbrl", trust_region=TrustRegionConfig(pull_covariance=v)) for v in (True, False)
+    )
+    train(pulled, tmp_path / "whole")
+    train(pulled, old, until=2)
+    config = load_json(file.read_bytes())
+    del config["settings"]["trust_region"]["pull_covariance"]
+    file.write_text(dump_json(config))
+    with pytest.raises(CheckpointError, match=r"pull_covariance: True then, False now"):
+        train(alone, old, resume=True)
+    train(pulled, old, resume=True)
+    assert_same_state(final_state(old), final_state(tmp_path / "whole"))
+
+
 def test_the_same_seed_repeats_the_run_and_another_does_not(uninterrupted: Path, tmp_path: Path) -> None:
     train(tiny(), tmp_path / "again")
     train(tiny(seed=4), tmp_path / "other")

@@ -7,7 +7,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ def train(
         settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
-            resume=resume, may_change=MAY_CHANGE, trackers=trackers,
+            resume=resume, may_change=MAY_CHANGE, current_settings=lambda kept: _since(kept, settings),
+            trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()
@@ -92,6 +93,14 @@ def train(
                     last = config.iterations if until is None else min(until, config.iterations)
                     loop.run(last, interrupts)
     return run
+
+
+def _since(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings, and what it did before there was a setting for it: the covariance was pulled."""
+    region = kept.get("trust_region")
+    if not isinstance(region, Mapping) or "pull_covariance" not in now.get("trust_region", {}):
+        return dict(kept)
+    return {**kept, "trust_region": {"pull_covariance": True, **region}}
 
 
 def _print_to_stderr(message: str) -> None:
