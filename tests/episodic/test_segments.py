@@ -134,6 +134,18 @@ def test_points_are_equally_spaced_and_every_step_after_the_first_is_some_offset
         assert sorted(torch.cat(cuts).tolist()) == list(range(25 * spacing))
 
 
+@pytest.mark.parametrize(("horizon", "points"), [(49, 25), (99, 25), (40, 25), (7, 3)])
+def test_no_part_of_a_motion_is_left_out_where_the_points_do_not_divide_its_steps(
+    horizon: int, points: int
+) -> None:
+    spacing = horizon // points
+    for offset in range(spacing):
+        cuts = segment_points(horizon, points, offset)
+        assert len(cuts) == points
+        assert set(cuts.diff().tolist()) <= {spacing, spacing + 1}
+        assert 0 <= horizon - 1 - int(cuts[-1]) <= spacing
+
+
 def test_discounts_have_the_precision_of_the_rewards() -> None:
     """gamma to the power of an integer tensor would be float32."""
     rewards = torch.zeros(1, 9, dtype=F64)

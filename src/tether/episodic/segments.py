@@ -19,14 +19,16 @@ _REGULARISATION = 1e-4
 
 
 def segment_points(horizon: int, num_points: int, offset: int) -> Tensor:
-    """Steps at which a motion of `horizon` steps is cut, [S + 1], equally spaced, the first at `offset`.
+    """Steps at which a motion of `horizon` steps is cut, [S + 1], all over it, the first at `offset`.
+
+    They are equally spaced, to a step where the number of points does not divide that of the steps.
 
     Raises:
         ConfigError: fewer than two points, more points than steps, or an offset beyond the spacing.
 
     Example:
-        >>> segment_points(100, 5, offset=3).tolist()
-        [3, 23, 43, 63, 83]
+        >>> segment_points(100, 5, offset=3).tolist(), segment_points(9, 5, offset=0).tolist()
+        ([3, 23, 43, 63, 83], [0, 1, 3, 5, 7])
     """
     if not 2 <= num_points <= horizon:
         raise ConfigError(
@@ -35,7 +37,7 @@ def segment_points(horizon: int, num_points: int, offset: int) -> Tensor:
     spacing = horizon // num_points
     if not 0 <= offset < spacing:
         raise ConfigError(f"The offset must lie in [0, {spacing}), the points' spacing, got {offset}.")
-    return torch.arange(num_points) * spacing + offset
+    return torch.arange(num_points) * horizon // num_points + offset
 
 
 def segment_log_probs(
