@@ -28,7 +28,7 @@ class CountingEnv(gymnasium.Env[FloatArray, FloatArray]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[FloatArray, dict[str, Any]]:
-        super().reset(seed=seed)
+        super().reset(seed=None if self.way == "unseeded" else seed)
         self.draw, self.steps = self.np_random.uniform(), 0
         return np.array([self.draw, 0.0]), {}
 
@@ -77,7 +77,7 @@ class CountingAdapter(PositionControlledEnv):
         return desired_position
 
 
-for _way in ("well", "exits", "killed", "nan-for-half", "raises", "ends", "sleeps"):
+for _way in ("well", "exits", "killed", "nan-for-half", "raises", "ends", "sleeps", "unseeded"):
     _env_id = f"test/{_way}-v0"
     if _env_id not in gymnasium.registry:
         gymnasium.register(_env_id, entry_point=CountingEnv, kwargs={"way": _way})

@@ -248,6 +248,17 @@ def test_a_reset_that_fails_leaves_no_earlier_episode_to_be_run(monkeypatch: pyt
         np.testing.assert_array_equal(robot.execute(1, zeros, zeros).observations, expected)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_environment_that_ignores_its_seed_is_named(num_workers: int) -> None:
+    """The motions would be planned for other starts than those they are run from."""
+    with EpisodeSampler("misbehaving_envs:test/unseeded-v0", num_workers=num_workers) as sampler:
+        sampler.reset(seeds=[7, 8])
+        with pytest.raises(
+            SimulationError, match=r"resets with seed 7 gave different .* context .* np_random"
+        ):
+            sampler.execute(np.zeros((2, 5, 1)), np.zeros((2, 5, 1)))
+
+
 def test_workers_share_the_batch_and_compute_on_one_thread_each(two_workers: EpisodeSampler) -> None:
     seeds = [seed for seed in range(20) if np.random.default_rng(seed).uniform() <= 0.5][:6]
     two_workers.reset(seeds=seeds)

@@ -37,7 +37,7 @@ def task_name(settings: Mapping[str, Any]) -> str:
 
 
 def by_study(runs: Iterable[RunData]) -> Studies:
-    """Runs by task and label, tasks in order of first appearance, without what has no evaluation."""
+    """Runs by task and label, in alphabetical order, without what has no evaluation."""
     found: dict[tuple[str, str], list[RunData]] = {}
     for run in sorted(runs, key=lambda run: run.config.seed):
         if run.evals:
