@@ -170,6 +170,16 @@ def test_critic_targets_at_both_ends_of_lambda() -> None:
     assert torch.allclose(gae_returns(rewards, values, gae_lambda=0.0), rewards + following)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("value", [1000.1, -437.3, 0.3, 1e-3, 0.0])
+@pytest.mark.parametrize("number", [2, 16, 152 * 24])
+def test_episodes_that_earned_alike_have_no_advantage(dtype: torch.dtype, value: float, number: int) -> None:
+    equal = torch.full((number,), value, dtype=dtype)
+    assert not normalised(equal).any()
+    equal[0] += 1 + abs(value)
+    assert normalised(equal).std().item() == pytest.approx(1.0, rel=1e-3)
+
+
 def test_normalised_advantages_survive_a_single_episode() -> None:
     assert normalised(torch.tensor([5.0])).tolist() == [0.0]
 

@@ -205,11 +205,13 @@ def rewards_at_event(rewards: Tensor, event_steps: Tensor) -> Tensor:
 
 
 def normalised(advantages: Tensor) -> Tensor:
-    """Advantages with mean 0 and standard deviation 1 over the whole batch.
+    """Advantages with mean 0 and standard deviation 1 over the whole batch; 0 where they differ by rounding.
 
     Example:
         >>> normalised(torch.tensor([1.0, 2.0, 3.0])).tolist()
         [-1.0, 0.0, 1.0]
     """
     spread = advantages.std() if advantages.numel() > 1 else torch.ones_like(advantages).squeeze()
-    return (advantages - advantages.mean()) / (spread + 1e-8)
+    # The mean of equal numbers may be another one, and what they are above it would come out as 1.
+    rounding = 4 * torch.finfo(advantages.dtype).eps * advantages.abs().amax()
+    return torch.where(spread > rounding, (advantages - advantages.mean()) / (spread + 1e-8), 0.0)
