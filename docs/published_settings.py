@@ -247,6 +247,8 @@ BESIDES = (
     ("schedule of learning rates",
      "over 10,000 iterations where the configuration names no number (Box Pushing, Hopper Jump)",
      "over the training, to where that schedule stands at its end"),
+    ("weight decay of the covariance (Box Pushing, Hopper Jump, Table Tennis)",
+     "draws standard deviations towards softplus(0) = 0.69", "towards their initial 1"),
     ("evaluation", "the mean motion on as many new starts as an iteration has, every 25 iterations",
      "on the same 16 starts, every 25 iterations"),
     ("Table Tennis, simulation gives up", "-25 a step",
