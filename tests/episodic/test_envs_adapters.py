@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from misbehaving_envs import CountingAdapter
 
-from tether.episodic.adapters import PositionControlledEnv, register_adapter
+from tether.episodic.adapters import ADAPTERS, PositionControlledEnv, register_adapter
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.envs.point_reach import PointReachAdapter
-from tether.errors import ConfigError, SimulationError
+from tether.errors import ConfigError, MissingDependencyError, SimulationError
 
 
 def zeros(env: PositionControlledEnv) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +54,21 @@ def test_an_episode_knows_the_step_of_its_event(env_id: str, event: str) -> None
             action = env.action(motion[t], np.gradient(motion, env.dt, axis=0)[t])
             told.append(env.env.step(np.clip(action, -1, 1))[4][event])
     assert episode.event_step == (told.index(True) if event else -1)
+
+
+def test_an_adapter_without_its_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "test/Forgotten-v0", CountingAdapter)
+    with pytest.raises(ConfigError, match=r"test/Forgotten-v0 has an adapter, but .*gymnasium\.register"):
+        make_position_controlled("test/Forgotten-v0")
+
+
+def test_what_an_environment_lacks_is_a_missing_dependency(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*arguments: object, **options: object) -> None:
+        raise gymnasium.error.DependencyNotInstalled("pip install gymnasium[mujoco]")
+
+    monkeypatch.setattr(gymnasium, "make", make)
+    with pytest.raises(MissingDependencyError, match=r"PointReach-v0: .*gymnasium\[mujoco\]"):
+        make_position_controlled("tether/PointReach-v0")
 
 
 def test_actions_are_clipped_to_the_action_space() -> None:

@@ -55,9 +55,13 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
         ("- {preset: hopper-jump-quick, algos: []}", r"algos = \(\); give names"),
         ("- {preset: hopper-jump-quick, seeds: [0, true]}", r"seeds = \(0, True\); give whole numbers"),
         ("- {preset: hopper-jump-quick, seeds: }", r"seeds = \(None,\); give whole numbers"),
+        ("- {preset: hopper-jump-quick, seeds: [0, 1, 1]}", r"seeds = \(0, 1, 1\); give each once"),
+        ("- {preset: hopper-jump-quick, algos: [tce, tce]}", r"algos = \('tce', 'tce'\); give each once"),
         ("- {preset: hopper-jump-quick, until: x}", "until = 'x'; give a whole number from 1"),
         ("- {preset: hopper-jump-quick, until: 0}", "until = 0; give a whole number from 1"),
         ("- {preset: hopper-jump-quick, settings: [a]}", r"settings = \['a'\]; give values by names"),
+        ("- {preset: hopper-jump-quick, settings: {algo: bbrl}}", "have algo, which algos and seeds decide"),
+        ("- {preset: hopper-jump-quick, settings: {seed: 3}}", "have seed, which algos and seeds decide"),
         ("- {preset: hopper-jump-quick, settings: {3: 1}}", r"settings = \{3: 1\}; give values by names"),
     ],
 )

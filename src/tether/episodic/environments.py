@@ -71,4 +71,11 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
         raise ConfigError(
             f"{env_id} cannot be made with the options {options}: {error}. Give it those that it has."
         ) from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingDependencyError(f"{env_id}: {error}") from error
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ConfigError(
+            f"{env_id} has an adapter, but gymnasium does not know it: {error} Call gymnasium.register in "
+            "the module that registers the adapter."
+        ) from error
     return adapter(env, env_id)

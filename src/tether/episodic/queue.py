@@ -54,6 +54,13 @@ class Study:
         ):
             if not fits:
                 raise ConfigError(f"A study has {name} = {getattr(self, name)!r}; give {wanted}.")
+        for name, values in (("algos", self.algos), ("seeds", self.seeds)):
+            if len(set(values)) != len(values):  # two runs in one folder
+                raise ConfigError(f"A study has {name} = {values!r}; give each once.")
+        if decided := sorted({"algo", "seed"} & self.settings.keys()):
+            raise ConfigError(
+                f"A study's settings have {' and '.join(decided)}, which algos and seeds decide. Remove it."
+            )
 
     @property
     def name(self) -> str:
