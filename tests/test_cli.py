@@ -86,8 +86,9 @@ def test_a_closed_terminal_asks_a_command_to_save_and_stop(tmp_path):
     terminal, inside = pty.openpty()
     command = [sys.executable, "-c", COMMAND, str(tmp_path / "saved")]
     with subprocess.Popen(
-        command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
-    ) as process:
+        command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
+    ) as process:  # fmt: skip
         os.close(inside)
         assert os.read(terminal, 7).startswith(b"begun")
         os.close(terminal)

@@ -99,13 +99,16 @@ def test_a_command_that_is_terminated_leaves_nothing_running(
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr("tether.cli._run", lambda _: run_jobs([one], at_once=1))
-    before = signal.getsignal(number)
-    killer = threading.Thread(target=terminate_once_it_runs, daemon=True)
-    killer.start()
-    with pytest.raises(SystemExit) as ending:
-        main([])
-    assert ending.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up would be ignored
+    try:
+        killer = threading.Thread(target=terminate_once_it_runs, daemon=True)
+        killer.start()
+        with pytest.raises(SystemExit) as ending:
+            main([])
+        assert ending.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     done = metrics.read_bytes()
     time.sleep(0.5)
     assert metrics.read_bytes() == done

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,9 @@ from tiny_language_model import make_prompts, make_settings, make_tiny_model, ma
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+# accelerate asks several times a step whether PEFT is there and parses its metadata: a tenth of these tests.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 # TRL's asynchronous trainer as ours stands on it came with 1.16; test_trl_seam.py has the refusal elsewhere.
 _FOLDED_ROWS = Path(trl.__file__).parent / "experimental" / "async_grpo" / "packing.py"
