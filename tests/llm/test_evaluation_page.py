@@ -67,7 +67,26 @@ def test_few_problems_name_no_winner(problems: int, told: bool) -> None:
     config = EvalConfig(model="mine", baseline="theirs", samples=4)
     said = outcome(config, measured([row(4)] * problems, [row(0)] * problems))
     assert ("mine does better" in said) is told
-    assert ("cannot be told from so few problems: 100.0 % against 0.0 %" in said) is not told
+    told_nothing = "cannot be told from so few problems on which they differ: 100.0 % against 0.0 %"
+    assert (told_nothing in said) is not told
+
+
+@pytest.mark.parametrize(("differing", "told"), [(4, False), (5, False), (6, True)])
+@pytest.mark.parametrize("samples", [0, 4])
+def test_few_problems_among_many_alike_name_no_winner(samples: int, differing: int, told: bool) -> None:
+    """The bootstrap's interval excludes zero from four on; flipping signs never reaches 5 % before six."""
+
+    def answered(right: bool) -> dict[str, Any]:
+        return row(samples if right else 0, samples, None if samples else right)
+
+    ahead = [answered(True)] * differing + [answered(False)] * (200 - differing)
+    result = measured(ahead, [answered(False)] * 200)
+    gap = result.difference and (result.difference.success or result.difference.greedy)
+    assert gap
+    assert gap.low > 0
+    said = outcome(EvalConfig(model="mine", baseline="theirs", samples=samples), result)
+    assert ("mine does better" in said) is told
+    assert ("cannot be told from so few problems on which they differ" in said) is not told
 
 
 def test_one_problem_is_no_certainty() -> None:

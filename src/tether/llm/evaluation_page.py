@@ -31,7 +31,8 @@ ENTROPY_LEVELS = (0.1, 0.5, 1.0, 1.5, 2.5)
 """Where it changes by the entropy before it, in nats."""
 
 FEWEST_PROBLEMS = 6
-"""A sign test of fewer does not reach 5 % even where all go one way; a bootstrap calls a winner of one."""
+"""On which two models must differ for one to be ahead: a sign test of fewer does not reach 5 % even where all
+go one way. A bootstrap calls a winner of one, and of four among any number on which they agree."""
 
 
 def write_page(page: Path, config: EvalConfig, results: Sequence[TaskResult]) -> Path:
@@ -79,10 +80,14 @@ def outcome(config: EvalConfig, result: TaskResult) -> str:
     shares = " against ".join(
         f"{100 * getattr(result.summaries[side], name).value:.1f} %" for side in ("model", "baseline")
     )
-    if len(result.rows["model"]) < FEWEST_PROBLEMS:
-        found = f"Who is ahead, {config.model} or {config.baseline}, cannot be told from so few problems"
-    elif gap.low <= 0 <= gap.high:
+    pairs = zip(result.rows["model"], result.rows["baseline"], strict=True)
+    if gap.low <= 0 <= gap.high:
         found = f"{config.model} and {config.baseline} are not told apart"
+    elif sum(_share(ours) != _share(theirs) for ours, theirs in pairs) < FEWEST_PROBLEMS:
+        found = (
+            f"Who is ahead, {config.model} or {config.baseline}, cannot be told from so few problems on "
+            "which they differ"
+        )
     else:
         found = f"{config.model} does {'better' if gap.low > 0 else 'worse'} than {config.baseline}"
     return f"{found}: {shares} of the {responses}, {format_gain(gap, fraction=True)}."
