@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tether.errors import CheckpointError
 from tether.experiments import RunData, RunFolder, print_results, results_table, study_table, summarise
+from tether.experiments.comparison import Entry, compare_methods
 from tether.experiments.statistics import bootstrap_interval
 from tether.kinds import KINDS
 
@@ -91,6 +92,18 @@ def test_evaluations_come_before_what_training_measures(make_run: MakeRun) -> No
     assert [line.metric for line in summarise(load_runs([path]))] == ["success_greedy"]
     training = make_run("b", [{"success": 0.1}], label="clip")
     assert [line.metric for line in summarise(load_runs([path, training]))] == ["success", "success"]
+
+
+def test_no_run_is_compared_by_its_training_with_others_by_their_evaluations(make_run: MakeRun) -> None:
+    evaluated = make_run("a", [{"reward": 0.2}], [{"step": 1, "reward": 0.9}])
+    training = make_run("b", [{"reward": 0.5}], label="clip")
+    runs = load_runs([evaluated, training])
+    assert [(line.label, line.final.value) for line in summarise(runs) if line.final] == [
+        ("clip", 0.5),
+        ("TROLL", 0.2),
+    ]
+    metric, rows = compare_methods([Entry(run.config.label, "", run) for run in runs], None)
+    assert (metric, [row.final.value for row in rows]) == ("reward", [0.2, 0.5])
 
 
 def test_runs_may_name_what_they_are_compared_by(make_run: MakeRun) -> None:

@@ -21,6 +21,7 @@ from tether.experiments.files import atomic_write_json
 from tether.experiments.progress import format_duration
 from tether.experiments.run_data import RunData
 from tether.experiments.statistics import (
+    Curve,
     Interval,
     bootstrap_interval,
     difference_interval,
@@ -29,7 +30,13 @@ from tether.experiments.statistics import (
     known_mean,
     permutation_p_value,
 )
-from tether.experiments.summary import format_gain, format_interval, format_range, headline_metric
+from tether.experiments.summary import (
+    format_gain,
+    format_interval,
+    format_range,
+    headline_curves,
+    headline_metric,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -113,25 +120,30 @@ def compare_methods(entries: Sequence[Entry], baseline: str | None) -> tuple[str
         InvalidInputError: no runs, runs without a common evaluation, one whose last evaluation is not
             finite, or a seed twice.
     """
-    metric = headline_metric([entry.run for entry in entries])
+    runs = [entry.run for entry in entries]
+    metric = headline_metric(runs)
     if metric is None:
         raise InvalidInputError("The runs share no evaluation to compare them by.")
+    found = headline_curves(runs, metric)
+    curves = {run.path: _evaluations(run, metric, found[run.path]) for run in runs}
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.point, entry.method), []).append(entry)
     rows = []
     for (point, method), group in groups.items():
         others = groups.get((point, baseline)) if baseline not in (None, method) else None
-        rows.append(_row(point, method, group, others, metric))
+        rows.append(_row(point, method, group, others, curves))
     return metric, rows
 
 
-def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None, metric: str) -> Row:
+def _row(
+    point: str, method: str, group: list[Entry], others: list[Entry] | None, every: Mapping[Path, list[float]]
+) -> Row:
     seeds = tuple(entry.run.config.seed for entry in group)
     if len(set(seeds)) < len(seeds):
         raise InvalidInputError(f"{method} at {point or 'the only point'} has a seed twice: {seeds}.")
-    scores = _finals(group, metric)
-    curves = [_evaluations(entry.run, metric) for entry in group]
+    curves = [every[entry.run.path] for entry in group]
+    scores = [curve[-1] for curve in curves]
     return Row(
         point=point,
         method=method,
@@ -141,7 +153,7 @@ def _row(point: str, method: str, group: list[Entry], others: list[Entry] | None
         final=_interval(scores, np.mean),
         middle=_interval(scores, interquartile_mean),
         over_training=_interval([float(np.mean(curve[1:] or curve)) for curve in curves], np.mean),
-        against=None if others is None else _against(scores, _finals(others, metric)),
+        against=None if others is None else _against(scores, [every[entry.run.path][-1] for entry in others]),
         samples=known_mean(entry.samples for entry in group),
         tokens=known_mean(_last(entry.run, "tokens") for entry in group),
         seconds=float(np.mean([entry.run.seconds for entry in group])),
@@ -162,12 +174,7 @@ def _against(scores: list[float], others: list[float]) -> AgainstBaseline:
     )
 
 
-def _finals(group: list[Entry], metric: str) -> list[float]:
-    return [_evaluations(entry.run, metric)[-1] for entry in group]
-
-
-def _evaluations(run: RunData, metric: str) -> list[float]:
-    curve = run.eval_curve(metric) or run.curve(metric)
+def _evaluations(run: RunData, metric: str, curve: Curve | None) -> list[float]:
     assert curve is not None  # a headline metric is one that every run has
     if not np.isfinite(curve.y[-1]):
         raise InvalidInputError(

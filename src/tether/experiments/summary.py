@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from tether.errors import MissingDependencyError
 from tether.experiments.progress import format_duration
 from tether.experiments.run_data import RunData, by_label, is_number
 from tether.experiments.run_kind import Kinds
-from tether.experiments.statistics import Interval, bootstrap_interval, proportion_interval
+from tether.experiments.statistics import Curve, Interval, bootstrap_interval, proportion_interval
 from tether.experiments.study_table import load_runs
 
 if TYPE_CHECKING:
@@ -86,10 +86,22 @@ def headline_metric(runs: Sequence[RunData]) -> str | None:
     return next(evaluated, None) or next(trained, None)
 
 
+def headline_curves(runs: Sequence[RunData], metric: str) -> dict[Path, Curve | None]:
+    """A headline metric over each run, by its path: evaluated, or as training measured it, of all alike.
+
+    What training measures is of other problems and another policy than what an evaluation does, so one run is
+    not compared by the former with others by the latter.
+    """
+    evaluated = {run.path: run.eval_curve(metric) for run in runs}
+    trained = {run.path: run.curve(metric) for run in runs}
+    return trained if None in evaluated.values() and None not in trained.values() else evaluated
+
+
 def summarise(runs: Sequence[RunData]) -> list[MethodSummary]:
     """One line a label, the best first: the headline metric at start and end, the KL, the time."""
     metric = headline_metric(runs) or runs[0].kind.headlines[0]
-    lines = [_summary(label, group, metric) for label, group in by_label(runs).items()]
+    curves = headline_curves(runs, metric)
+    lines = [_summary(label, group, metric, curves) for label, group in by_label(runs).items()]
     return sorted(lines, key=lambda line: -math.inf if line.final is None else line.final.value, reverse=True)
 
 
@@ -177,8 +189,10 @@ def format_gain(interval: Interval | None, fraction: bool) -> str:
     return _formatted(interval, *((100.0, "+.1f", " points") if fraction else (1.0, "+.4g", "")))
 
 
-def _summary(label: str, runs: Sequence[RunData], metric: str) -> MethodSummary:
-    found = (run.eval_curve(metric) or run.curve(metric) for run in runs)
+def _summary(
+    label: str, runs: Sequence[RunData], metric: str, curves: Mapping[Path, Curve | None]
+) -> MethodSummary:
+    found = (curves[run.path] for run in runs)
     ends = [curve.y for curve in found if curve is not None]
     problems = _problems(runs[0]) if len(runs) == 1 and metric.startswith("success") else None
     gains = [float(values[-1]) - float(values[0]) for values in ends if values.size > 1]

@@ -125,7 +125,7 @@ def _specs(runs: Sequence[RunData]) -> tuple[PanelSpec, ...]:
     headline = headline_metric(runs)
     if headline is None or any(spec.metric == headline for spec in specs):
         return specs
-    evaluated = any(headline in run.eval_names for run in runs)
+    evaluated = all(headline in run.eval_names for run in runs)
     name = runs[0].kind.metric_text(headline)
     text = "What these runs are compared by, at each evaluation."
     if headline in own_headlines(runs):
