@@ -66,6 +66,15 @@ def test_each_label_is_named_once_in_its_lines_colour() -> None:
     assert shown == palette(list(curves))
 
 
+def test_a_label_that_begins_with_an_underscore_is_named_like_any_other() -> None:
+    for others in ((), ("clip",)):
+        labels = ("_mine:loss", *others)
+        figure = curves_figure(Panel("", {label: [Curve([0, 1], [0.0, 1.0])] for label in labels}))
+        named = [text.get_text().removeprefix("\u200b") for text in figure.legends[0].get_texts()]
+        assert sorted(named) == sorted(labels)
+        png_bytes(figure)  # a glyph that the font lacks would be a warning
+
+
 def test_runs_apart_without_a_mean_are_named_too() -> None:
     apart = [Curve([0, 1], [0.0, 1.0]), Curve([5, 6], [0.0, 1.0])]
     (legend,) = curves_figure(Panel("", {"TROLL": apart})).legends

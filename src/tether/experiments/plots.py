@@ -323,6 +323,8 @@ def _drawable(curve: Curve, log: bool) -> Curve | None:
 
 def _draw_label(axes: Axes, curves: list[Curve], label: str, colour: str, dash: Any, markers: bool) -> None:
     """Draw the runs of one label and their mean; where they cover no common range, one run bears the name."""
+    # Matplotlib leaves out of its legends what begins with an underscore, as a module's name may.
+    label = f"\u200b{label}" if label.startswith("_") else label
     style: dict[str, Any] = {"color": colour, "linestyle": dash, "label": label}
     style |= {"marker": "o", "markersize": 3.6} if markers else {}
     band = band_of(curves) if len(curves) > 1 else None
