@@ -311,6 +311,17 @@ def test_a_single_run_is_not_described_by_bands_it_does_not_have(make_run: Write
     assert "Each line is a single run" in page.text
 
 
+def test_the_title_names_what_all_runs_learn_and_nothing_that_some_do_not(
+    make_run: WriteRun, tmp_path: Path
+) -> None:
+    paths = [
+        make_run(task, [{"reward": 0.1}], label=f"TROLL, {task}", settings={"task": task})
+        for task in ("chained", "gsm8k")
+    ]
+    assert "TROLL, chained on chained" in Page(write_report(paths[:1], tmp_path / "one")).text
+    assert "on chained" not in Page(write_report(paths, tmp_path / "two")).text
+
+
 def test_a_label_that_covers_two_methods_is_found(make_run: WriteRun) -> None:
     numbers = [{"reward": 0.5}]
     first = make_run("a", numbers, settings={"kl_bound": 0.05})
@@ -514,3 +525,10 @@ def test_what_the_region_does_is_drawn_against_the_age_of_the_data(make_run: Wri
     assert curve.y.tolist() == pytest.approx([0.1, 0.3])
     assert "kl-to-the-sampler-by-lag" in [picture.name for picture in pictures([run])]
     assert not other_pictures([run])
+
+
+def test_an_age_at_which_nothing_finite_was_measured_has_no_point(make_run: WriteRun) -> None:
+    rows = [{"lag_0_kl": math.inf, "lag_1_kl": 0.2, "lag_2_kl": 0.4}]
+    (panel,) = lag_panels(load_runs([make_run("a", rows)]))
+    assert panel.curves["TROLL"][0].x.tolist() == [1, 2]
+    assert not lag_panels(load_runs([make_run("b", [{"lag_0_kl": math.inf, "lag_1_kl": math.inf}])]))

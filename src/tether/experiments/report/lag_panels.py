@@ -53,5 +53,6 @@ def _curve(run: RunData, measure: str) -> Curve:
     lags = sorted(
         int(found[1]) for name in run.names if (found := _NAME.fullmatch(name)) and found[2] == measure
     )
-    means = [float(np.nanmean(run.values(f"lag_{lag}_{measure}"))) for lag in lags]
-    return Curve(np.array(lags, dtype=np.float64), np.array(means))
+    values = {lag: run.values(f"lag_{lag}_{measure}") for lag in lags}
+    means = {lag: float(found.mean()) for lag, found in values.items() if found.size}
+    return Curve(np.array(list(means), dtype=np.float64), np.array(list(means.values())))

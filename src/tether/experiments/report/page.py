@@ -221,9 +221,11 @@ def _versions(runs: Sequence[RunData]) -> dict[str, str]:
 
 def _title(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     named = " against ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods"
-    settings = runs[0].config.settings
-    subject = next(filter(None, map(settings.get, runs[0].kind.subject_settings)), None)
-    return f"{named} on {subject}" if subject else named
+    every = [
+        next(filter(None, map(run.config.settings.get, run.kind.subject_settings)), None) for run in runs
+    ]
+    # Of a grid over several tasks the title names none: each is among the settings that differ.
+    return f"{named} on {every[0]}" if every[0] and all(one == every[0] for one in every) else named
 
 
 def _run_name(run: RunData) -> str:
