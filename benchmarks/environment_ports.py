@@ -39,12 +39,11 @@ def compare(name: str, recording: dict[str, np.ndarray], native_collider: bool =
         inner: Any = env.unwrapped
         inner.model.opt.disableflags &= ~int(mujoco.mjtDisableBit.mjDSBL_NATIVECCD)
     observations = [env.reset(seed=int(recording["seeds"]))[0]]
-    rewards, success, info = [], False, {}
+    rewards, info = [], {}
     for action in recording["actions"]:
         observation, reward, _, _, info = env.step(action)
         observations.append(observation)
         rewards.append(reward)
-        success |= bool(info.get("success", False))
     length = int(recording["lengths"])
     gaps = np.abs(np.array(observations)[: length + 1] - recording["observations"][: length + 1]).max(axis=1)
     same_extras = sorted(set(info) & set(recording) - {"success"})
@@ -57,7 +56,7 @@ def compare(name: str, recording: dict[str, np.ndarray], native_collider: bool =
         "observation_difference_at_step_10": float(gaps[10]),
         "reward_difference": float(np.abs(np.array(rewards) - recording["rewards"]).max()),
         "return": [float(np.sum(rewards)), float(recording["rewards"].sum())],
-        "success": [success, bool(recording["success"])],
+        "success": [bool(info.get("success", False)), bool(recording["success"])],  # both at the last step
         **{key: [float(info[key]), float(recording[key])] for key in same_extras},
     }
 
