@@ -34,7 +34,7 @@ WHEN: dict[str, str] = {
     ),
     "ppo_clip": (
         "The baseline to compare with, and enough where a batch serves a few updates. Of its widths "
-        "half the usual one (0.1) did best on stale data."
+        "half the usual one (0.1) did best where stale updates hold few tokens."
     ),
     "gspo": (
         "Rewards are of whole sequences, or a mixture of experts makes token ratios noisy. Its "
@@ -50,23 +50,28 @@ WHEN: dict[str, str] = {
         "A single token that moved too far makes a response untrustworthy. Not for dozens of updates a batch."
     ),
     "cppo": (
-        "Responses are long, and an early token's change should count more than a late one's. Not yet "
-        "studied here."
+        "Responses are long, and an early token's change should count more than a late one's. On data 64 "
+        "updates old it ended 5 to 7 points below TROLL."
     ),
     "drpo": (
-        "A mask is too abrupt and a pull back is wanted without whole distributions. Not yet studied here."
+        "A mask is too abrupt and a pull back is wanted without whole distributions. On data 64 updates old "
+        "it ended 5 to 9 points below TROLL."
     ),
     "ipo": (
         "Engines differ from the trainer and one threshold on probabilities is to sort out what is "
-        "left. Not yet studied here."
+        "left. It does not hold on data 64 updates old."
     ),
     "m2po": (
-        "Batches are very stale and the clip would drop most of what is surprising. Not yet studied here."
+        "Batches are very stale and the clip would drop most of what is surprising. On data 64 updates old "
+        "it ended where the clip did."
     ),
     "tis": "Only the mismatch of sampler and trainer is to be corrected; it is no trust region.",
     "icepop": "The same, and tokens on which the two disagree are better left out than cut.",
     "mis": "The same, and responses on which the two disagree are better left out whole.",
-    "decoupled_clip": "Asynchronous training; the region should be around a recent policy, not the sampler.",
+    "decoupled_clip": (
+        "Asynchronous training a few updates behind; the region should be around a recent policy, not the "
+        "sampler. It does not hold on data 64 updates old."
+    ),
     "clip_cov": "Entropy collapses early. It keeps no policy near another.",
     "kl_cov": "The same, by a price instead of dropped tokens.",
     "vespo": (

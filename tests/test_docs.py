@@ -76,6 +76,8 @@ def test_every_method_has_a_page_with_its_source_and_its_checks() -> None:
 def test_every_method_says_when_to_take_it() -> None:
     assert set(method_curves.WHEN) == set(site_pages.method_names())
     assert set(method_curves.BESIDE) <= set(method_curves.WHEN)
+    unstudied = [name for name, text in method_curves.WHEN.items() if "studied" in text]
+    assert [name for name in unstudied if "Nothing yet" not in study_tables.results_of(name)] == []
 
 
 @pytest.mark.parametrize(
