@@ -62,7 +62,7 @@ def measure(model_name: str, candidate: str, count: int) -> dict[str, Any]:
     model, tokenizer = load_model_and_tokenizer(str(MODELS[model_name]))
     task = make_task(name, **options)
     with closing(task), torch.autocast("cpu", torch.bfloat16):
-        problems = task.problems("validation", count)
+        problems = task.problems("validation", count)  # all, of a split that has fewer
         sampled, greedy = (
             answer_and_judge(
                 model, tokenizer, task, problems, max_response_tokens=length, temperature=temperature,
@@ -71,7 +71,7 @@ def measure(model_name: str, candidate: str, count: int) -> dict[str, Any]:
             for temperature in (1.0, None)
         )  # fmt: skip
     return {
-        "model": model_name, "candidate": candidate, "problems": count,
+        "model": model_name, "candidate": candidate, "problems": len(problems),
         "sampled_right": sum(verdict.correct for _, verdict in sampled),
         "greedy_right": sum(verdict.correct for _, verdict in greedy),
         "truncated": sum(response.truncated for response, _ in sampled),
