@@ -210,7 +210,7 @@ def test_the_headline_table_holds_hand_computed_numbers(page: Page) -> None:
 
 def test_the_outcome_claims_what_the_intervals_carry(page: Page) -> None:
     assert "So far: TROLL ends highest, with a success of 65.0 %" in page.text
-    assert "its interval lies above all others." in page.text
+    assert "its interval lies above all others, but so few seeds decide nothing." in page.text
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,8 @@ def test_the_outcome_claims_what_the_intervals_carry(page: Page) -> None:
         (((0.9,), (0.1,)), None, "how certain that is cannot be told from these runs."),
         (((0.6, 0.6), (0.5, 0.5)), 100, "how certain that is cannot be told from these runs."),
         (((0.6, 0.7), (0.0, 0.0)), 100, "how certain that is cannot be told from these runs."),
+        (((0.6, 0.7), (0.0, 0.1)), 100, "lies above all others, but so few seeds decide nothing."),
+        (((0.6, 0.7), (0.0,) * 7), 100, "its interval lies above all others."),
         (((0.6,) * 4, (0.0,) * 4), 100, "its interval lies above all others."),
         (((0.55,),), 100, "a: success goes from 30.0 % (21.9-39.6) to 55.0 % (45.2-64.4)."),
     ],

@@ -162,16 +162,24 @@ def _row(
 
 
 def _against(scores: list[float], others: list[float]) -> AgainstBaseline:
-    # The least p there is: that of all of one method's runs above all of the other's. Where there are as many
-    # of both, all of them below is as far apart.
-    ways = math.comb(len(scores) + len(others), len(scores))
-    least = (2 if len(scores) == len(others) else 1) / ways
     return AgainstBaseline(
         difference_interval(scores, others),
         improvement_interval(scores, others),
         permutation_p_value(scores, others),
-        decidable=least < SIGNIFICANCE,
+        decidable=can_decide(len(scores), len(others)),
     )
+
+
+def can_decide(runs: int, others: int) -> bool:
+    """Whether so many runs of one method and of another could be shown to differ, however far apart they are.
+
+    >>> can_decide(3, 3), can_decide(4, 4)
+    (False, True)
+    """
+    # The least p there is: that of all of one method's runs above all of the other's. Where there are as many
+    # of both, all of them below is as far apart.
+    ways = math.comb(runs + others, runs)
+    return (2 if runs == others else 1) / ways < SIGNIFICANCE
 
 
 def _evaluations(run: RunData, metric: str, curve: Curve | None) -> list[float]:

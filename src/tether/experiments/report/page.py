@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tether.experiments.comparison import Row, by_point, cells_of
+from tether.experiments.comparison import Row, by_point, can_decide, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.report.panels import MOST_COLOURED, Picture, in_background, other_pictures, pictures
 from tether.experiments.report.responses import samples
@@ -154,8 +154,13 @@ def _lead(summaries: Sequence[MethodSummary]) -> str:
         left = len(close) - NAMED_RIVALS
         named = ", ".join(close[:NAMED_RIVALS]) + (f" and {left} more" if left > 0 else "")
         return f"{outcome}, but its interval does not set it apart from {named}."
-    seeds = "" if over == {"seeds"} else "; other seeds may end otherwise"
-    return f"{outcome}; its interval lies above all others{seeds}."
+    if over != {"seeds"}:
+        limit = "; other seeds may end otherwise"
+    elif all(can_decide(len(best.seeds), len(rival.seeds)) for rival in rivals):
+        limit = ""
+    else:  # bootstrap intervals of two or three seeds lie apart by chance in one comparison of three or ten
+        limit = ", but so few seeds decide nothing"
+    return f"{outcome}; its interval lies above all others{limit}."
 
 
 def _too_few_equal(summary: MethodSummary) -> bool:
