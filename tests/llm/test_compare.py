@@ -162,6 +162,17 @@ def test_without_a_table_finished_runs_are_those_of_the_very_settings_asked_for(
             finished_runs(other)
 
 
+def test_a_table_never_takes_finished_runs_of_other_settings(tmp_path: Path) -> None:
+    """They are refused before the others are trained, not once the table holds them."""
+    config = CompareConfig(output=tmp_path / "runs", methods=("clip", "none"), results=tmp_path / "kept.csv")
+    finish(replace(cells(config)[0].train, task="arithmetic"))
+    said = "clip-seed0 was run.*task: 'arithmetic' there, 'chained' here.*another output folder, or delete"
+    with pytest.raises(ConfigError, match=said):
+        compare(config)
+    assert not (tmp_path / "kept.csv").exists()
+    assert not (tmp_path / "runs" / "none-seed0.log").exists()
+
+
 def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,10 @@ def compare(config: CompareConfig) -> Comparison:
     missing = [cell for cell in cells(config) if cell.name not in finished]
     if not missing:
         return comparison
+    # The table takes those that are finished in the output folder as they are.
+    there = {cell.name: cell for cell in missing if is_finished(cell.train.output)}
+    for run in _read(cell.train.output for cell in there.values()):
+        _refuse_others(run, there[run.name], _IGNORED, "another output folder, or delete that run")
     unfinished = _run(config, missing)
     return replace(finished_runs(config), unfinished=len(unfinished))
 
@@ -153,8 +157,12 @@ def _kept(config: CompareConfig, grid: Sequence[Cell]) -> dict[str, RunData]:
     runs = {run.name: run for run in finished}
     for cell in grid:
         if (run := runs.get(cell.name)) is not None:
-            refuse_other_settings(run.path, _changed(run.config.settings, cell.train, ignored), remedy)
+            _refuse_others(run, cell, ignored, remedy)
     return runs
+
+
+def _refuse_others(run: RunData, cell: Cell, ignored: Collection[str], remedy: str) -> None:
+    refuse_other_settings(run.path, _changed(run.config.settings, cell.train, ignored), remedy)
 
 
 def _changed(
