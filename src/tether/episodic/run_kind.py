@@ -62,7 +62,7 @@ PANELS = (
     ),
     PanelSpec("projected", "Projected policies", "share of contexts",
               "Share of contexts on which the trust region acted.", percent=True),
-    PanelSpec("jerk", "Smoothness of the motion", "mean squared jerk",
+    PanelSpec("jerk", "Smoothness of the motion", "root mean square jerk",
               "Jerk is the change of acceleration: lower is smoother.", source="eval"),
     PanelSpec("jerk_greedy", "Smoothness of the mean motion", "root mean square jerk",
               "Jerk is the change of acceleration (position units per second cubed): lower is smoother.",
