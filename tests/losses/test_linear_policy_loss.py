@@ -335,6 +335,51 @@ def test_a_counted_id_outside_the_vocabulary_is_refused(old: str, wrong: int) ->
         batch.run(of_sampled(ppo_clip, batch) if old == "none" else of_troll(batch), old)
 
 
+@pytest.mark.parametrize("depends_on", ["token", "batch"])
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        ("old bias left out", "give both where the head has a bias"),
+        ("bias of one number", rf"bias must be \[{V}\], got \(1,\)"),
+        ("old head of another size", rf"old_weight must be \({V}, {D}\).*got \({V - 1}, {D}\)"),
+        ("more ids than rows", rf"vocabulary_size must lie in \[1, {V}\].*got {V + 1}"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_whatever_the_path(
+    spoiled: str, message: str, depends_on: str
+) -> None:
+    batch = Batch()
+    new, old = batch.new, batch.old
+    assert old.weight is not None
+    if spoiled == "old bias left out":
+        old = replace(old, bias=None)
+    elif spoiled == "bias of one number":
+        new = replace(new, bias=batch.leaves[2][:1])
+    elif spoiled == "old head of another size":
+        new, old = replace(new, bias=None), HiddenStates(old.hidden, old.weight[:-1])
+    else:
+        new = replace(new, head=Head(vocabulary_size=V + 1))
+    with pytest.raises(InvalidInputError, match=message):
+        linear_policy_loss(
+            of_troll(batch), new, batch.ids, MASK, old=old, old_log_probs=batch.old_log_probs,
+            depends_on=depends_on,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("depends_on", ["token", "batch"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("old", ["exact", "bucket"])
+def test_logits_that_are_no_numbers_are_refused_whatever_the_path(
+    old: str, value: float, depends_on: str
+) -> None:
+    """Row 9 is the last token of the second sequence, in the second block."""
+    batch = Batch()
+    with torch.no_grad():
+        batch.leaves[0][1, 3, 0] = value
+    with pytest.raises(InvalidInputError, match="the first in row 9" if old == "exact" else "hold NaN"):
+        batch.run(of_troll(batch), old, depends_on=depends_on)
+
+
 def test_a_frozen_head_costs_no_product_and_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch()
     for leaf in batch.leaves[1:]:

@@ -14,7 +14,7 @@ from tether.errors import InvalidInputError
 from tether.losses.base import PolicyLoss
 from tether.losses.project import Policy, check_shapes, project_tokens
 from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
-from tether.ops.checks import check_ids
+from tether.ops.checks import check_ids, check_vocabulary_size
 from tether.ops.one_pass import (
     WithGradients,
     blocks_of,
@@ -22,6 +22,7 @@ from tether.ops.one_pass import (
     log_probs_in_one_pass,
     trust_region_in_one_pass,
 )
+from tether.ops.policy_pair import check_heads
 from tether.ops.token_state import DIFFERENTIABLE, TokenState
 from tether.projection.backend import Backend
 from tether.projection.solve import may_ask
@@ -156,6 +157,8 @@ class _Rows:
         self.ids = ids[at]
         self.count = self.ids.shape[0]
         assert new.weight is not None
+        check_heads(self.new.hidden, new.weight, new.bias, old if isinstance(old, HiddenStates) else self.new)
+        check_vocabulary_size(new.head.vocabulary_size, len(new.weight))
         check_ids(self.ids, new.head.vocabulary_size or len(new.weight), lowest=0)
         self.old_log_probs = None if old_log_probs is None else old_log_probs.detach()[at]
         self.old: HiddenStates | SparseLogProbs | None = None

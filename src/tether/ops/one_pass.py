@@ -20,7 +20,7 @@ from tether.ops.memory import tokens_at_a_time
 from tether.ops.policy_pair import PolicyPair
 from tether.ops.rows import gather_upstream, keep_rows
 from tether.ops.token_state import TokenState
-from tether.ops.trust_region import Arrived, evaluate_block, gradient_of_block
+from tether.ops.trust_region import Arrived, check_values, evaluate_block, gradient_of_block
 from tether.projection.backend import Backend, use_triton
 from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
@@ -120,6 +120,7 @@ def trust_region_in_one_pass(
             pair, state = whole.block(block), TokenState.empty(hidden[block])
             every = torch.arange(block.stop - block.start, device=hidden.device)
             old_rows = evaluate_block(pair, every, ids[block], ratio_range[block], kl_bound, state)
+            check_values(state, first=block.start)
             arrived = Arrived.of(state, ids[block], tuple(slopes(block, state.tensors())), None)
             touched = arrived.rows()
             if touched.numel():

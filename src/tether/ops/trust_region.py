@@ -147,7 +147,7 @@ class _LinearTrustRegion(torch.autograd.Function):
                 old_rows = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
-        _check_values(state)
+        check_values(state)
         whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and sequences is None
         keep = whole and any(ctx.needs_input_grad[:3])
         ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
@@ -296,13 +296,14 @@ def _sums(sequences: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(count).index_add_(0, sequences, values)
 
 
-def _check_values(state: TokenState) -> None:
+def check_values(state: TokenState, first: int = 0) -> None:
+    """Refuse logits that are no distribution, of rows from `first` on."""
     kl, invalid = state.kl, state.kl.isnan() | ~state.log_sum.isfinite()
     if not may_ask(kl):
         torch._assert_async(~invalid.any(), "linear_trust_region: the logits hold NaN or infinity")
     elif bool(invalid.any()):
         raise InvalidInputError(
             f"the logits of {int(invalid.sum())} of {kl.numel()} rows hold NaN or infinity, the first in row "
-            f"{int(invalid.nonzero()[0, 0])}. Look for overflow in the model (float16?) or a learning rate "
-            "that destroyed it."
+            f"{first + int(invalid.nonzero()[0, 0])}. Look for overflow in the model (float16?) or a "
+            "learning rate that destroyed it."
         )
