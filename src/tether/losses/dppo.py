@@ -138,5 +138,7 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """log(1 - p), -inf for p = 1, by the form that keeps its digits (Maechler 2012)."""
-    return torch.where(log_p > -math.log(2), (-log_p.expm1()).log(), (-log_p.exp()).log1p())
+    """log(1 - p) by the form that keeps its digits (Maechler 2012), at least that of the smallest 1 - p which
+    rounding leaves: log p of a token that is all but certain is often 0, and that is no impossibility."""
+    log_rest = torch.where(log_p > -math.log(2), (-log_p.expm1()).log(), (-log_p.exp()).log1p())
+    return log_rest.clamp_min(math.log(torch.finfo(log_p.dtype).eps))
