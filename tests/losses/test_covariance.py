@@ -98,6 +98,20 @@ def test_the_mean_covariance_is_that_of_numpy() -> None:
     assert result.metrics["covariance_mean"].item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("loss", [clip_cov, kl_cov])
+def test_a_token_that_became_impossible_does_not_choose_for_the_others(loss: object) -> None:
+    """Its log-probability is in no mean: with and without it the same tokens are chosen."""
+    options: dict[str, float] = {"clip_cov_low": -9.0} if loss is clip_cov else {}
+    options[f"{loss.__name__}_ratio"] = 1.0  # type: ignore[attr-defined]
+    found = []
+    for mask in (torch.ones(2, 4), torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]])):
+        new = LOG_PROBS.clone()
+        new[1, 3] = -math.inf if bool(mask.all()) else new[1, 3]
+        result = loss(new, LOG_PROBS, ADVANTAGES, mask, **options)  # type: ignore[operator]
+        found.append([result.metrics[name].item() for name in ("covariance_mean", "clipped")])
+    assert found[0] == pytest.approx([found[1][0], found[1][1] * 7 / 8])
+
+
 def test_without_choice_or_price_both_are_the_plain_loss() -> None:
     new = LOG_PROBS - 0.3
     plain = unclipped(new, LOG_PROBS, ADVANTAGES, torch.ones(2, 4)).loss

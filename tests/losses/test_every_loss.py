@@ -142,13 +142,23 @@ def test_a_ratio_beyond_float32_makes_nothing_nan(name: str, drift: float, dtype
 
 
 # An infinite divergence has an infinite price.
-@pytest.mark.parametrize("name", sorted(set(BUT_TROLL) - {"kl_penalty"}))
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_token_that_became_impossible_makes_nothing_nan(name: str, advantage: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in sorted(set(BUT_TROLL) - {"kl_penalty"})),
+        ("cispo", {"clip_ratio_low": 0.2}),
+        ("ipo", {"kl_coef": 1e-3}),
+        ("kl_cov", {"kl_cov_ratio": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("advantages", [[1.0, 1.0], [-1.0, -1.0], [1.0, -0.5]])
+def test_a_token_that_became_impossible_makes_nothing_nan(
+    name: str, options: dict[str, Any], advantages: list[float]
+) -> None:
     """Its ratio is 0, and it has no gradient; those of the other tokens are finite."""
     leaf = torch.tensor([[-0.5, -math.inf, -0.7], [-0.5, -0.6, -0.7]], requires_grad=True)
     old = torch.tensor([[-0.6, -9.0, -0.6], [-0.6, -0.5, -0.6]])
-    result = call(name, leaf, old, torch.full((2,), advantage), torch.ones(2, 3))
+    result = call(name, leaf, old, torch.tensor(advantages), torch.ones(2, 3), **options)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     assert math.isfinite(result.loss.item())
     assert bool(gradient.isfinite().all())
@@ -178,6 +188,16 @@ def test_masks_of_any_type_mean_the_same(name: str) -> None:
     ]
     assert len({result.loss.item() for result in results}) == 1
     assert len({tuple(v.item() for v in result.metrics.values()) for result in results}) == 1
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_mask_in_half_precision_counts_every_token(name: str) -> None:
+    new, old = _tokens(2, 301)  # which bfloat16 would round to 300
+    mask = torch.ones(2, 301)
+    losses = [
+        call(name, new, old, torch.tensor([1.0, -0.5]), typed).loss for typed in (mask, mask.bfloat16())
+    ]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("name", RIVALS)

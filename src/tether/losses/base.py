@@ -83,7 +83,7 @@ def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor
     that token's log-probability: sg[log s] + log r_t - sg[log r_t] (GSPO-token, arXiv 2507.18071,
     eq. 14). The ratio of a sequence with an impossible token is 0.
     """
-    count = response_mask.sum(-1, keepdim=True).clamp_min(1)
+    count = (response_mask > 0).sum(-1, keepdim=True).clamp_min(1)
     mean = (token_log_ratio * response_mask).sum(-1, keepdim=True) / count
     # Zero, with the token's gradient; inf - inf would be NaN.
     carrier = torch.where(token_log_ratio.isfinite(), token_log_ratio - token_log_ratio.detach(), 0.0)

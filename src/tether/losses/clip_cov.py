@@ -86,7 +86,7 @@ def clip_cov(
         max_response_length=max_response_length,
     )
     metrics = tokens.metrics(ratio, taken_out)
-    metrics["covariance_mean"] = masked_mean(covariance, response_mask)
+    metrics["covariance_mean"] = masked_mean(covariance, covariance.isfinite())
     return PolicyLoss(loss, metrics)
 
 

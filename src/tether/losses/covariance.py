@@ -12,12 +12,12 @@ def token_covariance(tokens: Tokens) -> Tensor:
     """(log π - mean log π) (A - mean A) of each token, [B, T]; its mean is the batch's covariance.
 
     To first order a policy-gradient step lowers the entropy by this covariance. Means are over the
-    tokens that count; -inf under the mask. No gradient.
+    tokens that count and are not impossible to the new policy; -inf for the others. No gradient.
 
     Source: Cui et al. (arXiv 2505.22617, token-wise centred cross-product).
     """
     with torch.no_grad():
-        counted = tokens.mask > 0
+        counted = (tokens.mask > 0) & ~torch.isneginf(tokens.log_probs)
         count = counted.sum().clamp_min(1)
         centred = [
             values - torch.where(counted, values, 0.0).sum() / count

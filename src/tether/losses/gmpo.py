@@ -62,7 +62,7 @@ def gmpo(
     clipped = torch.where(
         tokens.advantages > 0, log_ratio.clamp_max(clip_ratio_high), log_ratio.clamp_min(-clip_ratio_low)
     )
-    count = response_mask.sum(-1, keepdim=True).clamp_min(1)
+    count = (response_mask > 0).sum(-1, keepdim=True).clamp_min(1)
     mean = (clipped * response_mask).sum(-1, keepdim=True) / count
     ratio = ratio_of(mean).expand_as(log_ratio)
     loss = aggregate(

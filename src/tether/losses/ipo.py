@@ -7,7 +7,12 @@ from torch import Tensor
 
 from tether.losses.aggregate import LossAggMode, aggregate
 from tether.losses.base import PolicyLoss
-from tether.losses.tokens import check_at_least, read_tokens, weighted_log_likelihood
+from tether.losses.tokens import (
+    LARGEST_LOG_RATIO,
+    check_at_least,
+    read_tokens,
+    weighted_log_likelihood,
+)
 
 
 def ipo(
@@ -63,6 +68,6 @@ def ipo(
         ratio = tokens.ratio
     token_loss = weighted_log_likelihood(tokens, torch.where(too_far, 0.0, ratio.clamp_max(ratio_cap)))
     if kl_coef:
-        token_loss = token_loss + kl_coef * tokens.log_ratio.square()
+        token_loss = token_loss + kl_coef * tokens.log_ratio.clamp_min(-LARGEST_LOG_RATIO).square()
     loss = aggregate(token_loss, response_mask, loss_agg_mode, max_response_length=max_response_length)
     return PolicyLoss(loss, tokens.metrics(ratio, too_far, distance))

@@ -71,12 +71,12 @@ def kl_cov(
         max_response_length=max_response_length,
     )
     metrics = tokens.metrics(ratio, pays)
-    metrics["covariance_mean"] = masked_mean(covariance, response_mask)
+    metrics["covariance_mean"] = masked_mean(covariance, covariance.isfinite())
     return PolicyLoss(loss, metrics)
 
 
 def _highest(covariance: Tensor, count: int) -> Tensor:
-    """The `count` highest entries as a mask, earlier ones first; never one under the mask (-inf)."""
+    """The `count` highest entries as a mask, earlier ones first; never one that does not count (-inf)."""
     flat = covariance.flatten()
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[flat.argsort(descending=True, stable=True)[:count]] = True

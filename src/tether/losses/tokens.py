@@ -97,10 +97,10 @@ def read_tokens(
 def weighted_log_likelihood(tokens: Tokens, weight: Tensor) -> Tensor:
     """-sg(weight) A log π a token, [B, T]: a policy gradient whose weight is not differentiated.
 
-    A weight of zero drops the token, even where log π is -inf.
+    A weight of zero drops the token. So does a log π of -inf, which no finite pull moves.
     """
     scale = -weight.detach() * tokens.advantages
-    dropped = scale == 0
+    dropped = (scale == 0) | torch.isneginf(tokens.log_probs)
     return scale * torch.where(dropped, 0.0, tokens.log_probs)
 
 
