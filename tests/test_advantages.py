@@ -82,6 +82,15 @@ def test_a_response_that_nothing_compares_with_is_refused(
 
 
 @pytest.mark.parametrize("estimator", GROUPED)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_is_refused(
+    estimator: Callable[[Tensor, Tensor], Tensor], reward: float
+) -> None:
+    with pytest.raises(InvalidInputError, match=f"rewards must be finite, got {reward} for response 2"):
+        estimator(torch.tensor([1.0, 0.0, reward, 1.0]), torch.tensor([0, 0, 1, 1]))
+
+
+@pytest.mark.parametrize("estimator", GROUPED)
 def test_shapes_and_types_that_do_not_fit_are_refused(estimator: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(InvalidInputError, match=r"both be \[B\], got \(2, 3\) and \(2,\)"):
         estimator(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))

@@ -28,7 +28,8 @@ def grpo(rewards: Tensor, group_ids: Tensor, *, epsilon: float = 1e-6) -> Tensor
         [B], float32 at least.
 
     Raises:
-        InvalidInputError: shapes that do not fit, a group of a single response, a negative epsilon.
+        InvalidInputError: shapes that do not fit, a group of a single response, a reward that is not finite,
+            a negative epsilon.
 
     Source: GRPO (arXiv 2402.03300, section 4.1.2).
 
@@ -243,6 +244,12 @@ class _Groups:
             raise InvalidInputError(
                 f"every prompt needs at least 2 responses to be compared, but group "
                 f"{ids[sizes < 2][0].item()} has 1. Sample more a prompt, or use reinforce_plus_plus or gae."
+            )
+        if not bool(rewards.isfinite().all()):
+            first = int((~rewards.isfinite()).nonzero()[0, 0])
+            raise InvalidInputError(
+                f"rewards must be finite, got {rewards[first].item()} for response {first}. One such reward "
+                "spoils its whole prompt: give the response a number, such as 0, or leave the prompt out."
             )
         rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
         self.size = sizes.to(rewards.dtype)[self._index]

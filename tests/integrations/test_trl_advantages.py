@@ -94,6 +94,8 @@ def test_whitening_spans_all_processes() -> None:
         ("gae", {}, r"asks for values, and from rewards there are .* estimator=CriticOptions\(\)"),
         ("rloo", {"gamma": 0.9}, "rloo has no option 'gamma'"),
         ("reinforce_plus_plus", {"lambda": 0.9}, "It has gamma"),
+        ("reinforce_plus_plus", {"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1\.5"),
+        ("grpo", {"epsilon": "small"}, "grpo cannot compute with epsilon='small'"),
     ],
 )
 def test_unknown_estimators_and_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:

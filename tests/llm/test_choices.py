@@ -108,6 +108,12 @@ def test_a_losss_options_are_checked_by_the_loss() -> None:
         find_method("sapo")(tau_pos="wide")
 
 
+def test_an_estimators_options_are_checked_by_the_estimator() -> None:
+    with pytest.raises(ConfigError, match=r"reinforce_plus_plus refuses its options: gamma .* got 1\.5"):
+        find_estimator("reinforce_plus_plus")(gamma=1.5)
+    assert find_estimator("reinforce_plus_plus")(gamma=0.9).changed() == {"gamma": 0.9}
+
+
 @pytest.mark.parametrize("name", sorted(set(method_names()) - {"troll", "clip", "none"}))
 def test_every_option_of_every_loss_is_explained(name: str) -> None:
     assert issubclass(find_method(name), LossMethod)

@@ -1,15 +1,17 @@
-"""Which settings each policy loss takes, and checking them before any time is spent on training."""
+"""Which settings losses and estimators take, and checking them before any time is spent on training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from tether.advantages import ADVANTAGES
 from tether.errors import ConfigError, InvalidInputError
 from tether.losses import find_loss
-from tether.signatures import Option, check_known, keywords_of, options_of
+from tether.signatures import Option, check_known, keywords_of, options_of, places_of
 
 #: Given by the trainer, not chosen, to a loss whose signature asks for it: what was sampled, whole
 #: distributions, how old the data is, random numbers.
@@ -78,8 +80,36 @@ def check_loss_options(name: str, options: Mapping[str, Any]) -> None:
         tether.errors.ConfigError: cispo has no option 'kl_bound'. It has clip_ratio_low, clip_ratio_high.
     """
     check_known(name, options, loss_options(name))
-    try:
+    with _asked(name, options):
         _try_out(name, {**_defaults(name), **options})
+
+
+def check_estimator_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse values that an estimator of `tether.advantages` does not take; one of your own is not asked.
+
+    Raises:
+        ConfigError: naming the setting.
+
+    Example:
+        >>> check_estimator_options("reinforce_plus_plus", {"gamma": 0.99})
+    """
+    estimator = ADVANTAGES.get(name)
+    if estimator is None:
+        return
+    tokens = torch.ones(2, 1)
+    available = {
+        "rewards": torch.ones(2), "group_ids": torch.zeros(2, dtype=torch.long), "response_mask": tokens,
+        "token_rewards": tokens, "values": tokens,
+    }  # fmt: skip
+    with _asked(name, options):
+        estimator(*(available[place] for place in places_of(estimator)), **options)
+
+
+@contextmanager
+def _asked(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """What refuses its options says so as a setting."""
+    try:
+        yield
     except InvalidInputError as error:
         raise ConfigError(f"{name} refuses its options: {error}") from error
     except TypeError as error:

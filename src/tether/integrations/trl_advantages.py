@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tether.advantages import ADVANTAGES
 from tether.errors import ConfigError, TetherError, replaced
+from tether.integrations.loss_options import check_estimator_options
 from tether.integrations.trl_old_policy import loss_mask
 from tether.integrations.trl_resume import ResumableTrainer
 from tether.names import look_up
@@ -57,7 +58,7 @@ class FromRewards(Estimator):
     """Advantages by a function of the rewards.
 
     Raises:
-        ConfigError: an unknown function or option, or one that needs more than rewards.
+        ConfigError: an unknown function or option, a value out of range, or one that needs more than rewards.
 
     Example:
         >>> FromRewards("reinforce_plus_plus", {"gamma": 0.9}).name
@@ -87,6 +88,7 @@ class FromRewards(Estimator):
                 "tether.integrations.trl_critic."
             )
         check_known(self.name, self.options, options_of(function, self.name))
+        check_estimator_options(self.name, self.options)
 
     def compute(self, rewards: Tensor, response_mask: Tensor, responses_per_prompt: int) -> Tensor:
         """Advantages [B] or [B, T] of responses that stand prompt by prompt.

@@ -67,6 +67,21 @@ class Estimator(Choice):
         return FromRewards(self.name, self.options())
 
 
+@dataclass(frozen=True)
+class _FromRewards(Estimator):
+    """One by a function of the rewards.
+
+    Raises:
+        ConfigError: options that the function refuses.
+    """
+
+    def __post_init__(self) -> None:
+        """Have the function itself try its options."""
+        from tether.integrations.loss_options import check_estimator_options
+
+        check_estimator_options(self.name, self.options())
+
+
 def estimator_spec(name: str) -> EstimatorSpec:
     """What an estimator's name stands for; of "package.module:function" that, averaged over tokens.
 
@@ -97,5 +112,5 @@ def find_estimator(name: str) -> type[Estimator]:
         kind: type[Estimator] = kind_of(name, (Estimator, replaces))
     else:
         options = {} if replaces is None else options_of(replaces, name)
-        kind = kind_of(name, (Estimator,), options.values())
+        kind = kind_of(name, (Estimator if replaces is None else _FromRewards,), options.values())
     return kind
