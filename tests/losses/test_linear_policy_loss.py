@@ -453,5 +453,9 @@ def test_what_does_not_fit_is_refused() -> None:
         linear_policy_loss(lambda _: None, HiddenStates(batch.leaves[0]), batch.ids, MASK)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvalidInputError, match="depends_on must be one of"):
         batch.run(of_sampled(ppo_clip, batch), depends_on="word")
+    with pytest.raises(InvalidInputError, match=r"old_log_probs must be \[B, T\] = \(4, 6\).*got \(4, 7\)"):
+        linear_policy_loss(
+            of_sampled(ppo_clip, batch), batch.new, batch.ids, MASK, old_log_probs=torch.zeros(B, T + 1)
+        )
     with pytest.raises(InvalidInputError, match=r"new must be \[B, T, outcomes\]"):
         linear_policy_loss(of_sampled(ppo_clip, batch), batch.new, batch.ids[:, :2], MASK[:, :2])

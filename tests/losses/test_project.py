@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,3 +84,16 @@ def test_a_new_policy_without_its_head_is_refused() -> None:
     without = HiddenStates(model.hidden)
     with pytest.raises(InvalidInputError, match="need the weight of their LM head"):
         project_tokens(without, without, model.ids, model.mask)
+
+
+@pytest.mark.parametrize("name", ["log_probs", "old_log_probs"])
+@pytest.mark.parametrize("form", ["dense", "hidden"])
+def test_log_probabilities_of_other_tokens_are_refused(form: str, name: str) -> None:
+    """One a position, which would be spread over the sequences."""
+    model = _Model()
+    new, old = model.dense()
+    sides: Any = (new, old)
+    if form == "hidden":
+        sides = HiddenStates(model.hidden, model.weight), HiddenStates(model.old_hidden, model.old_weight)
+    with pytest.raises(InvalidInputError, match=rf"{name} must be \[B, T\] = \(3, 5\).*got \(5,\)"):
+        project_tokens(*sides, model.ids, model.mask, **{name: model.sampled(new)[0].detach()})

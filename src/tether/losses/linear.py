@@ -123,7 +123,7 @@ def linear_policy_loss(
     weight = new.weight
     if weight is None:
         raise InvalidInputError("The new policy's HiddenStates need the weight of their LM head, [V, D].")
-    check_shapes(new, new if old is None else old, response_ids, response_mask)
+    check_shapes(new, new if old is None else old, response_ids, response_mask, old_log_probs=old_log_probs)
     counted = response_mask > 0
     rows = _Rows(new, old, response_ids, counted, old_log_probs, kl_bound, backend)
     blocks = None

@@ -78,7 +78,7 @@ def project_tokens(
         (True, 0.188)
     """
     counted = response_mask > 0
-    check_shapes(new, old, response_ids, response_mask)
+    check_shapes(new, old, response_ids, response_mask, log_probs=log_probs, old_log_probs=old_log_probs)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
     kl_bound = bound_of_tokens(kl_bound, old, response_mask)
     if isinstance(old, SampledPolicy):
@@ -268,8 +268,10 @@ def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor, support:
         )
 
 
-def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor) -> None:
-    """Refuse policies, ids and masks that are not all of the tokens [B, T]."""
+def check_shapes(
+    new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Tensor, **log_probs: Tensor | None
+) -> None:
+    """Refuse policies, ids, masks and log-probabilities that are not all of the tokens [B, T]."""
     if mask.shape != ids.shape or ids.dim() != 2:
         raise InvalidInputError(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "
@@ -280,6 +282,11 @@ def check_shapes(new: Policy, old: Policy | SampledPolicy, ids: Tensor, mask: Te
         if rows.shape[:-1] != ids.shape:
             raise InvalidInputError(
                 f"{name} must be [B, T, outcomes] with [B, T] = {tuple(ids.shape)}, got {tuple(rows.shape)}."
+            )
+    for name, values in log_probs.items():
+        if values is not None and values.shape != ids.shape:
+            raise InvalidInputError(
+                f"{name} must be [B, T] = {tuple(ids.shape)}, of sampled tokens, got {tuple(values.shape)}."
             )
 
 
