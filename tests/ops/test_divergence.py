@@ -108,7 +108,7 @@ def test_a_token_that_overflowed_is_no_number_and_the_others_are(spoiled: str) -
         ({"old_hidden": torch.zeros(N, D + 1)}, r"needs hidden and old_hidden \[N, D\]"),
         ({"old_weight": torch.zeros(V + 1, D)}, "old_weight must be"),
         ({"old_weight": None}, "one head"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"vocabulary_size": V + 1}, "vocabulary_size"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class Head:
     def __post_init__(self) -> None:
         for name in ("temperature", "logit_scale", "softcap"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidInputError(f"{name} must be positive, got {value!r}.")
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidInputError(f"{name} must be positive and finite, got {value!r}.")
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         """Transformed logits of a block of tokens, [n, V], in the first rows of `buffer`."""
