@@ -240,17 +240,9 @@ class _Groups:
             raise InvalidInputError(f"group_ids must be integers, got {group_ids.dtype}.")
         ids, self._index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
         self._count = len(ids)
-        if bool((sizes < 2).any()):
-            raise InvalidInputError(
-                f"every prompt needs at least 2 responses to be compared, but group "
-                f"{ids[sizes < 2][0].item()} has 1. Sample more a prompt, or use reinforce_plus_plus or gae."
-            )
-        if not bool(rewards.isfinite().all()):
-            first = int((~rewards.isfinite()).nonzero()[0, 0])
-            raise InvalidInputError(
-                f"rewards must be finite, got {rewards[first].item()} for response {first}. One such reward "
-                "spoils its whole prompt: give the response a number, such as 0, or leave the prompt out."
-            )
+        lonely, broken = sizes < 2, ~rewards.isfinite()
+        if bool(lonely.any() | broken.any()):  # asked together: an accelerator's host waits for the answer
+            raise _refusal(rewards, ids, lonely, broken)
         rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
         self.size = sizes.to(rewards.dtype)[self._index]
         # Relative to the least one, so that equal rewards differ from their mean by exactly nothing.
@@ -264,6 +256,20 @@ class _Groups:
         """Mean of each response's group, [B]."""
         totals = values.new_zeros(self._count)
         return totals.index_add(0, self._index, values)[self._index] / self.size
+
+
+def _refusal(rewards: Tensor, ids: Tensor, lonely: Tensor, broken: Tensor) -> InvalidInputError:
+    """What says which prompts [G] are `lonely`, or which rewards [B] `broken`."""
+    if bool(lonely.any()):
+        return InvalidInputError(
+            f"every prompt needs at least 2 responses to be compared, but group {ids[lonely][0].item()} has "
+            "1. Sample more a prompt, or use reinforce_plus_plus or gae."
+        )
+    first = int(broken.nonzero()[0, 0])
+    return InvalidInputError(
+        f"rewards must be finite, got {rewards[first].item()} for response {first}. One such reward spoils "
+        "its whole prompt: give the response a number, such as 0, or leave the prompt out."
+    )
 
 
 def _discounted_sum(values: Tensor, counted: Tensor, discount: float) -> Tensor:

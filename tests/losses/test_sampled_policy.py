@@ -258,6 +258,8 @@ def test_weights_are_truncated_and_one_under_the_mask() -> None:
     assert truncated_weights(prox, mu, mask).tolist()[0] == pytest.approx([2.0, 0.5, 1.0])
     assert truncated_weights(prox, mu, mask, largest=math.inf).tolist()[0] == pytest.approx([3.0, 0.5, 1.0])
     assert truncated_weights(prox, mu, mask, largest=0.5).tolist()[0] == pytest.approx([0.5, 0.5, 1.0])
+    halves = truncated_weights(prox.bfloat16(), mu.bfloat16(), mask)
+    assert torch.equal(halves, truncated_weights(prox.bfloat16().float(), mu.bfloat16().float(), mask))
     for wrong in (0.0, "2"):
         with pytest.raises(InvalidInputError, match=f"largest must be positive, got {wrong!r}"):
             truncated_weights(prox, mu, mask, largest=wrong)  # type: ignore[arg-type]

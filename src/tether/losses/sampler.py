@@ -105,7 +105,8 @@ def truncated_weights(
     """
     if not (is_number(largest) and largest > 0):
         raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
-    log_ratio = torch.where(mask > 0, log_probs.detach() - sampler_log_probs, 0.0)
+    log_probs = log_probs.detach().to(torch.promote_types(log_probs.dtype, torch.float32))
+    log_ratio = torch.where(mask > 0, log_probs - sampler_log_probs, 0.0)
     return torch.where(mask > 0, log_ratio.exp().clamp_max(largest), 1.0)
 
 
