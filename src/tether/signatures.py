@@ -64,7 +64,7 @@ def _options_of(function: Callable[..., Any], name: str, given: frozenset[str]) 
 
 def _types_of(function: Callable[..., Any], keywords: Collection[str], name: str) -> dict[str, Any]:
     """Of the keywords alone: what else is annotated may be known to type checkers only."""
-    plain = inspect.unwrap(function)
+    plain = _written(function)
     chosen = {key: value for key, value in getattr(plain, "__annotations__", {}).items() if key in keywords}
     try:
         return typing.get_type_hints(
@@ -110,9 +110,17 @@ def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it was written: of a partial one or an object that is called, that behind it."""
+    plain = inspect.unwrap(function)
+    if isinstance(plain, functools.partial):
+        return _written(plain.func)
+    return plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain).__call__
+
+
 def _argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     """Name -> text of the docstring's Args; "low, high: text" is the text of both."""
-    _, _, text = (inspect.getdoc(function) or "").partition("Args:\n")
+    _, _, text = (inspect.getdoc(_written(function)) or "").partition("Args:\n")
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?= {4}\S)", "\n" + re.split(r"\n(?=\S)", text)[0]):
         names, colon, meaning = entry.partition(":")
