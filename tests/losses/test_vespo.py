@@ -56,3 +56,13 @@ def test_loss_by_hand() -> None:
     )
     w = math.exp(0.5)
     assert result.loss.item() == pytest.approx(-(w**2) * math.exp(3 * (1 - w)) * 2 * (-1.0 - 2.0) / 2)
+
+
+def test_a_token_that_could_not_be_sampled_spoils_nothing() -> None:
+    """An engine that reports -inf of what it drew, as half precision does: W is beyond all bounds."""
+    leaf = torch.tensor([[-0.5, -3.0], [-0.5, -0.6]], requires_grad=True)
+    result = vespo(leaf, torch.tensor([[-0.6, -math.inf], [-0.6, -0.5]]), torch.ones(2), torch.ones(2, 2))
+    (gradient,) = torch.autograd.grad(result.loss, leaf)
+    assert gradient[0].tolist() == [0.0, 0.0]
+    assert bool((gradient[1] < 0).all())
+    assert math.isfinite(result.loss.item())

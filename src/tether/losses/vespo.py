@@ -10,7 +10,6 @@ from tether.losses.base import PolicyLoss
 from tether.losses.tokens import (
     LARGEST_LOG_RATIO,
     check_at_least,
-    ratio_of,
     read_tokens,
     weighted_log_likelihood,
 )
@@ -69,13 +68,14 @@ def vespo(
     ):
         check_at_least(name, value, 0.0, usual, above=True)
     with torch.no_grad():
-        log_w = (tokens.log_ratio * response_mask).sum(-1, keepdim=True).expand_as(tokens.log_ratio)
+        log_w = tokens.log_ratio.sum(-1, keepdim=True).expand_as(tokens.log_ratio)
+        log_w = log_w.clamp_max(LARGEST_LOG_RATIO)
         encouraged = tokens.advantages >= 0
         power = torch.full_like(log_w, k_neg).masked_fill(encouraged, k_pos)
         decay = torch.full_like(log_w, lambda_neg).masked_fill(encouraged, lambda_pos)
         # In log space, where a stale sequence's W overflows only to a weight of zero.
-        weight = (power * log_w - decay * log_w.clamp_max(LARGEST_LOG_RATIO).expm1()).exp()
-        ratio = ratio_of(log_w)
+        weight = (power * log_w - decay * log_w.expm1()).exp()
+        ratio = log_w.exp()
     loss = aggregate(
         weighted_log_likelihood(tokens, weight),
         response_mask,
