@@ -88,6 +88,69 @@ def test_a_critic_and_a_stop_inside_a_batch_are_taken_up(
     assert [row["trust_region/stopped"] for row in _course(whole)][6:] == [1.0, 1.0]
 
 
+KEPT_BESIDE: dict[str, dict[str, Any]] = {
+    "critic.safetensors": {"estimator": CriticOptions()},
+    "inside.json": {"kl_stop": 0.02},
+    "step_back-0.safetensors": {"step_back": 1e-3},
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BESIDE)
+def test_a_run_killed_right_after_trls_checkpoint_goes_on_from_it(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """TRL may have deleted the checkpoint before it by then, so whatever is ours must be there already."""
+
+    def trainer(folder: str) -> Any:
+        return make_trainer(
+            TROLLTrainer, TROLLConfig, trainer_arguments=KEPT_BESIDE[name], max_steps=8,
+            output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=7, save_total_limit=1,
+        )  # fmt: skip
+
+    whole = trainer("whole")
+    whole.train()
+    of_trl = GRPOTrainer._save_checkpoint
+
+    def killed(*args: Any) -> None:
+        of_trl(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GRPOTrainer, "_save_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer("killed").train()
+    assert (tmp_path / "killed" / "checkpoint-7" / name).is_file()
+    resumed = trainer("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-7"))
+    _assert_same(whole, resumed)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_reference_policy_that_follows_the_network_is_taken_up(
+    make_trainer: Callable[..., Any], tmp_path: Path, step: int
+) -> None:
+    """Moved after every other update, the first time after the second."""
+    make_tiny_model().save_pretrained(tmp_path / "model")  # TRL loads the reference from there
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+
+    def make(**more: Any) -> Any:
+        return make_trainer(TROLLTrainer, TROLLConfig, model=str(tmp_path / "model"), **settings, **more)
+
+    _assert_same(*_resume(make, tmp_path, step))
+
+
+def test_a_moved_reference_policy_that_is_missing_is_said(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_tiny_model().save_pretrained(tmp_path / "model")
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "save_strategy": "steps"}
+    model = str(tmp_path / "model")
+    make_trainer(GRPOTrainer, GRPOConfig, model=model, save_steps=4, **settings).train()
+    ours = make_trainer(TROLLTrainer, TROLLConfig, model=model, save_steps=4, **settings)
+    with pytest.warns(TetherWarning, match=r"no reference-0\.safetensors.*the starting model"):
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
 @pytest.mark.parametrize("step", [8, 10])
 def test_a_second_epoch_draws_the_same_prompts(
     make_trainer: Callable[..., Any], tmp_path: Path, step: int

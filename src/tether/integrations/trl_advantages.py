@@ -195,9 +195,11 @@ class EstimatorTrainer(ResumableTrainer):
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         if self.estimator is not None:
-            self.estimator.save(self._checkpoint_folder(trial))
+            folder = self._checkpoint_folder(trial)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.estimator.save(folder)
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -89,9 +89,9 @@ class StoppableTrainer(EstimatorTrainer):
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         if self.kl_stop is not None and self.args.should_save:
             atomic_write_json(self._checkpoint_folder(trial) / _STATE_FILE, {"stopped": self._stopped})
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -26,9 +26,11 @@ from tether.integrations.trl_old_policy import pack, packed_from_tensors, packed
 
 # isort: split
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
+# Files of a reference policy that follows the network.
+_REFERENCE = "reference"
 # Names rows of the data set that are not written down.
 _ROW = "rollout_row"
 
@@ -50,9 +52,13 @@ class ResumableTrainer(FittedTrainer):
     A checkpoint between two batches of rollouts is TRL's. One inside a batch has a file more for each
     process, `rollouts-<process>.safetensors`, about as large as the rollouts are in memory. Epochs after the
     first draw the prompts in the order in which the unbroken run would have, not in the first one's again.
+    With `sync_ref_model` each has the reference policy, too (`reference-<process>.safetensors`).
 
     Raises:
         CheckpointError: on resuming inside a batch whose rollouts are missing or belong to other settings.
+
+    Warns:
+        TetherWarning: a checkpoint without the reference policy, as those under DeepSpeed are.
     """
 
     _step: int  # GRPOTrainer's count of micro-batches
@@ -87,6 +93,8 @@ class ResumableTrainer(FittedTrainer):
             folder = self._checkpoint_folder(trial)
             batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
             save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
+        if self._follows and not (self.args.save_only_model or self.is_deepspeed_enabled):
+            _write(_file(self._checkpoint_folder(trial), self, _REFERENCE), self._reference_weights())
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -95,6 +103,8 @@ class ResumableTrainer(FittedTrainer):
         if checkpoint is None:
             return
         self._skip_drawn_epochs(Path(checkpoint))
+        if self._follows:
+            self._take_up_reference(Path(checkpoint))
         file = _file(Path(checkpoint), self)
         if not file.is_file():
             self._refuse_inside_a_batch(Path(checkpoint))
@@ -117,6 +127,31 @@ class ResumableTrainer(FittedTrainer):
         updates = max(math.ceil(micro_batches / self.args.gradient_accumulation_steps), 1)
         for _ in range(step // updates):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether a reference policy follows the network, which TRL makes anew at each start."""
+        return bool(self.args.sync_ref_model)
+
+    def _reference_weights(self) -> dict[str, Tensor]:
+        """This process's part of them, in place."""
+        parameters = self.accelerator.unwrap_model(self.ref_model).named_parameters()
+        return {name: _local(parameter.detach()) for name, parameter in parameters}
+
+    def _take_up_reference(self, folder: Path) -> None:
+        file, step = _file(folder, self, _REFERENCE), _steps_of(folder)
+        if step is None or step < self.args.ref_model_sync_steps:
+            return  # it is still the starting model
+        if not file.is_file():
+            warn(
+                f"sync_ref_model=True had moved the reference policy, and the checkpoint {folder} has no "
+                f"{file.name} with it: the resumed run has the starting model as its reference, until it is "
+                "next moved. Only checkpoints of trainers here hold it, and none under DeepSpeed."
+            )
+            return
+        kept = load_file(file, device=str(self.accelerator.device))
+        for name, weights in self._reference_weights().items():
+            weights.copy_(kept[name])
 
     def _settings_of_rollouts(self) -> dict[str, int]:
         """Under other ones the rest of a batch is of no use."""
@@ -168,11 +203,16 @@ def save_rollouts(file: Path, batch: RolloutBatch, settings: dict[str, int]) -> 
             "checkpoint. Let save_steps be a multiple of the updates on each batch of rollouts."
         )
         return
+    # Clones, because micro-batches are slices that share memory.
+    whole = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    _write(file, whole, {"rollouts": notes})
+
+
+def _write(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".tmp")
-    # Clones, because micro-batches are slices that share memory.
-    whole = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(whole, unfinished, metadata={"rollouts": notes})
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, unfinished, metadata=notes)
     os.replace(unfinished, file)
 
 
@@ -215,8 +255,8 @@ def load_rollouts(
     return RolloutBatch(micro_batches, old_head, int(notes["done"]))
 
 
-def _file(folder: Path, trainer: Any) -> Path:
-    return folder / f"rollouts-{trainer.accelerator.process_index}.safetensors"
+def _file(folder: Path, trainer: Any, what: str = "rollouts") -> Path:
+    return folder / f"{what}-{trainer.accelerator.process_index}.safetensors"
 
 
 def _steps_of(folder: Path) -> int | None:

@@ -124,8 +124,9 @@ FIELDS: dict[str, set[str]] = {
     "trl:GRPOConfig": {
         "beta", "delta", "epsilon", "epsilon_high", "generation_batch_size", "generation_kwargs",
         "importance_sampling_level", "loss_type", "max_completion_length", "num_generations",
-        "num_generations_eval", "num_iterations", "off_policy_mask_threshold", "shuffle_dataset",
-        "steps_per_generation", "temperature", "top_entropy_quantile", "use_bias_correction_kl", "use_vllm",
+        "num_generations_eval", "num_iterations", "off_policy_mask_threshold", "ref_model_sync_steps",
+        "shuffle_dataset", "steps_per_generation", "sync_ref_model", "temperature", "top_entropy_quantile",
+        "use_bias_correction_kl", "use_vllm",
         "vllm_importance_sampling_correction",
     },
 }  # fmt: skip

@@ -137,10 +137,11 @@ class StepBackCallback(TrainerCallback):
         metrics["step_back/kl"].append(result.divergence)
         metrics["step_back/passes"].append(float(result.passes))
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def save(self, folder: Path) -> None:
         """A checkpoint inside a batch holds the weights that sampled it."""
-        if state.global_step % self._updates and not args.save_only_model:
-            file = self._file(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        if self._trainer.state.global_step % self._updates and not self._trainer.args.save_only_model:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = self._file(folder)
             unfinished = file.with_name(file.name + ".tmp")
             save_file(self._at_work.state_dict(), unfinished)
             unfinished.replace(file)

@@ -133,8 +133,9 @@ class OldPolicyTrainer(ReportingTrainer):
                 add_packing(self.accelerator.unwrap_model(self.ref_model))
         warn_of_settings(self, self._base_model)
         self._start_estimator()
-        if step_back is not None:
-            self.add_callback(StepBackCallback(self, step_back))
+        self._step_back = None if step_back is None else StepBackCallback(self, step_back)
+        if self._step_back is not None:
+            self.add_callback(self._step_back)
         self._step_scale = None if step_scale is None else StepScale(self, step_scale)
         if self._step_scale is not None:
             self.add_callback(self._step_scale)
@@ -344,6 +345,11 @@ class OldPolicyTrainer(ReportingTrainer):
         if self.anchor == "sampler" and mode == "train":
             for name, mean in lag_metrics(self.accelerator, tokens, self._lag(inputs), mask).items():
                 sink[f"trust_region/{name}"].append(mean)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._step_back is not None:
+            self._step_back.save(self._checkpoint_folder(trial))
+        super()._save_checkpoint(model, trial)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As TRL's, which averages over micro-batches."""
