@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tiny_language_model import largest_difference, make_tiny_model, make_tokenizer
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from trl import GRPOConfig
 
 from tether.errors import ConfigError, TetherWarning
@@ -223,6 +224,31 @@ def test_a_reference_pass_through_adapters_is_not_kept(make_trainer: Callable[..
     trainer._get_per_token_logps_and_entropies = counted
     trainer.train()
     assert passes == [True, False]  # the old policy's, and the reference's
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_reference_policy_has_the_soft_cap_of_the_network(
+    make_trainer: Callable[..., Any], tmp_path: Path, adapters: bool
+) -> None:
+    """RecurrentGemma's, which TRL's own head knows nothing of: at first the two policies are the same."""
+    torch.manual_seed(0)
+    model: Any = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            vocab_size=29, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+            lru_width=32, attention_window_size=64, logits_soft_cap=3.0, pad_token_id=27, eos_token_id=28,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        model.lm_head.weight.mul_(15)
+    arguments = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if adapters else {}
+    if not adapters:  # TRL loads the reference from there
+        model.save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    trainer = make_trainer(
+        TROLLTrainer, TROLLConfig, model=model, beta=0.1, max_steps=1, trainer_arguments=arguments
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_critic_of_text_is_refused_for_a_model_that_sees(make_trainer: Callable[..., Any]) -> None:

@@ -126,11 +126,11 @@ class OldPolicyTrainer(ReportingTrainer):
         self._old_head: HeadSnapshot | None = None
         #: The dataset rows of the current rollouts; `inputs["rollout_row"]` indexes them.
         self.rollout_rows: list[dict[str, Any]] = []
-        add_sparse_head(self._base_model, self.temperature, maybe_gather_lm_head_ctx)
-        if self.pack_sequences:
-            add_packing(self._base_model)
-            if self.ref_model is not None:
-                add_packing(self.accelerator.unwrap_model(self.ref_model))
+        reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
+        for model in (self._base_model, *reference):
+            add_sparse_head(model, self.temperature, maybe_gather_lm_head_ctx)
+            if self.pack_sequences:
+                add_packing(model)
         warn_of_settings(self, self._base_model)
         self._start_estimator()
         self._step_back = None if step_back is None else StepBackCallback(self, step_back)
@@ -229,9 +229,9 @@ class OldPolicyTrainer(ReportingTrainer):
             evaluation = model
         elif recording:
             evaluation = Evaluation(model, {**packing, **self._own_support, "keep_hidden": self.keep_hidden})
-        else:  # the reference policy
-            stand_in = Evaluation(model, packing) if packing else model
-            return of_trl(stand_in, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        else:  # the reference policy, or that of TRL's own loss: by the same head, without distributions
+            nothing = input_ids.new_empty((len(input_ids), logits_to_keep, 0))
+            evaluation = Evaluation(model, {**packing, "support_ids": nothing})
         log_probs, entropies, *rest = scoring_of(self, of_trl)(
             evaluation, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
