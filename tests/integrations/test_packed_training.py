@@ -133,6 +133,7 @@ def test_compact_rollouts_learn_and_refuse_what_they_do_not_do(course: Callable[
     for refused, reason in (
         ({"top_p": 0.9}, "sampling is truncated"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"max_completion_length": None}, "max_completion_length=None"),
     ):
         with pytest.raises(ConfigError, match=reason):
             course(OldPolicyTrainer, GRPOConfig, trainer_arguments={"compact_rollouts": True}, **refused)

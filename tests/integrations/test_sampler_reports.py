@@ -160,7 +160,12 @@ def test_a_difference_that_grows_is_warned_of_below_the_tolerance(
 
 
 @pytest.mark.parametrize(
-    "setting", [{"repetition_penalty": 1.1}, {"generation_kwargs": {"presence_penalty": 0.5}}]
+    "setting",
+    [
+        {"repetition_penalty": 1.1},
+        {"generation_kwargs": {"presence_penalty": 0.5}},
+        {"vllm_structured_outputs_regex": "[0-9]+"},
+    ],
 )
 def test_penalties_are_refused_where_the_check_could_not_pass(
     make_trainer: Callable[..., Any], engine: type[_Engine], setting: dict[str, Any]

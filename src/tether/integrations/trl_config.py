@@ -232,6 +232,7 @@ TRUNCATING: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 
 _PENALTIES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (None, 0.0)),
+    **dict.fromkeys(("structured_outputs", "vllm_structured_outputs_regex"), (None,)),
 }
 _RESHAPING: dict[str, tuple[Any, ...]] = {
     **_PENALTIES,
@@ -254,6 +255,8 @@ _TOLD_BY_TRL = ("top_p", "top_k", "repetition_penalty", "do_sample")
 def changed_sampling(config: GRPOConfig, neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Those of the settings in `neutral` that have another value than one that changes nothing."""
     given = {name: getattr(config, name) for name in (*TRUNCATING, "repetition_penalty")}
+    if getattr(config, "use_vllm", False):  # which alone knows of such a thing
+        given["vllm_structured_outputs_regex"] = getattr(config, "vllm_structured_outputs_regex", None)
     given.update(getattr(config, "generation_kwargs", None) or {})  # which the asynchronous trainer has not
     return {name: v for name, v in given.items() if name in neutral and v not in neutral[name]}
 

@@ -304,6 +304,7 @@ def _check_compact(trainer: Any) -> None:
         f"sampling is truncated ({truncated})": bool(truncated),
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,
         f"generation_kwargs={args.generation_kwargs}": bool(args.generation_kwargs),
+        "max_completion_length=None": args.max_completion_length is None,
         "the model reads more than text": getattr(trainer, "_is_vlm", False),
         f"the model remembers more of a row than keys and values: {other}": other is not None,
     }
