@@ -16,7 +16,7 @@ from tether.errors import ConfigError, DataError, MissingDependencyError
 from tether.llm.tasks.data import BadRows, DataTask, Located, as_messages, check_bad_rows, read_jsonl
 from tether.llm.tasks.judge import Judge, Outcome
 from tether.llm.tasks.math_answers import MathVerifier
-from tether.llm.tasks.math_numbers import MINUS, read_number
+from tether.llm.tasks.math_numbers import MINUS, WHOLE, read_number
 from tether.llm.tasks.protocol import Problem, Verdict, after_thinking
 
 
@@ -137,19 +137,23 @@ _WORKER = f"{Path(__file__).with_name('custom_worker.py')}:verifier"
 _CORRECT = 1.0
 
 _TEN_TO = r"10\ ?\^\ ?(?:\{-?\d{1,12}\}|-?\d{1,12})"
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _FRACTIONS = "¼-¾⅐-⅟↉"
 _RAISED = "²³¹⁰-ⁿ"
-# A sign that stands apart follows nothing, a relation, a bracket or a word: after a number or a variable it
-# would subtract, on a line of its own it may be a list's, and after a word an en dash is a dash.
-_SPACED_SIGN = (
-    rf"(?:(?:\A|(?<=[=≈:,;<>]\ )|(?<=[=≈:,;<>(\[{{$*]))[{MINUS}]|(?<=[A-Za-z][A-Za-z]\ )[-\u2212])\ "
+_CURRENCIES = dict.fromkeys(map(ord, "£€"))
+# A sign that stands apart follows nothing, a relation, a bracket or a word that introduces a value. After a
+# number, a variable or what is counted (10 apples - 5) it would subtract, on a line of its own it may be a
+# list's, and after a word an en dash is a dash.
+_INTRODUCING = (
+    *("is", "are", "was", "were", "be", "equals", "equal", "gives", "get", "gets", "makes", "becomes"),
+    *("of", "to", "by", "at"),
 )
+_INTRODUCED = "|".join(rf"(?<=\b{word}\ )" for word in _INTRODUCING)
+_SPACED_SIGN = rf"(?:(?:\A|(?<=[=≈:,;<>]\ )|(?<=[=≈:,;<>(\[{{$*]))[{MINUS}]|(?:{_INTRODUCED})[-\u2212])\ "
 # A fraction, a power and a power of ten are one number, so that neither 3/4 ends in 4 nor 2½ begins as 2. The
 # points of an ellipsis or a version are no number's.
 _LAST = re.compile(
     rf"\\[dtc]?frac\W{{0,2}}\d+(?:\W{{1,3}}\d+)?"
-    rf"|(?:(?<![\w.)\]}}])[{MINUS}]|{_SPACED_SIGN})?\$?(?:{_DIGITS}(?:\.\d+)?|(?<![\w.])\.\d+)"
+    rf"|(?:(?<![\w.)\]}}])[{MINUS}]|{_SPACED_SIGN})?(?:\\?\$|[£€])?(?:{WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)"
     rf"(?:[eE][-+]?\d{{1,12}}(?!\d)|\ ?(?:\\times|\\cdot|[×x*])\ ?{_TEN_TO}"
     rf"|\ ?\^\ ?\{{?-?\d+\}}?|(?:\ ?[/⁄∕]\ ?\d+)+|\ ?[{_FRACTIONS}]|[{_RAISED}]+)?|[{_FRACTIONS}]",
     re.ASCII,
@@ -206,7 +210,7 @@ def number(response: str, answer: str) -> bool:
     (True, False, False)
     """
     last, wanted = last_number(response), read_number(answer)
-    return last is not None and wanted is not None and read_number(last) == wanted
+    return last is not None and wanted is not None and read_number(last.translate(_CURRENCIES)) == wanted
 
 
 def last_number(response: str) -> str | None:

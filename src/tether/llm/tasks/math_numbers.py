@@ -8,12 +8,14 @@ from dataclasses import dataclass
 MINUS = "-\u2212\u2013"
 """Hyphen, minus and en dash: what writers use as a sign."""
 
-_SEPARATOR = r"(?:,(?:\\!\ ?)?|\{,\}|\\,)"
-_WHOLE = rf"(?:\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d+)"
+_SEPARATOR = r"(?:,(?:\\!\ ?)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
+WHOLE = rf"(?:\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d+)"
+"""A whole number, with the thousands separators of prose and of TeX, thin and unbreakable spaces included."""
+
 _TEN_TO = r"10\ ?\^\ ?(?:\{\ ?(?P<braced>[-+]?\d{1,12})\ ?\}|(?P<bare>-?\d{1,12}))"
 _NUMBER = re.compile(
     rf"(?P<sign>[{MINUS}+]?)\ ?(?:\\?\$)?\ ?(?:{_TEN_TO}"
-    rf"|(?P<whole>{_WHOLE})?(?:\.(?P<part>\d*))?"
+    rf"|(?P<whole>{WHOLE})?(?:\.(?P<part>\d*))?"
     rf"(?:[eE](?P<e>[-+]?\d{{1,12}})|\ ?(?:\\times|\\cdot|[×x*])\ ?{_TEN_TO.replace('P<', 'P<times_')})?)",
     re.ASCII,
 )
