@@ -15,8 +15,10 @@ import yaml
 from short_run import config
 
 from tether.errors import ConfigError, MissingDependencyError, TetherError
-from tether.experiments import RunFolder
+from tether.experiments import RunFolder, TrainingProgress
+from tether.experiments.peak_memory import StepMeter
 from tether.llm import precision
+from tether.llm.callbacks import MetricsCallback
 from tether.llm.models import load_model_and_tokenizer
 from tether.llm.saving import model_card
 from tether.llm.tasks import make_task
@@ -125,7 +127,29 @@ def test_a_failed_upload_leaves_a_finished_run_and_says_how_to_repeat_it(
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_a_run_killed_before_it_was_finished_is_uploaded_when_it_is(tmp_path: Path, hub: FakeHub) -> None:
+    train(config(tmp_path / "run", **SHORT))
+    (tmp_path / "run" / "FINISHED").unlink()
+    train(config(tmp_path / "run", **SHORT, resume=True, push_to_hub="sums"))
+    assert RunFolder.open(tmp_path / "run").finished
+    assert "model.safetensors" in hub.uploaded["somebody/sums"]
+
+
 # ---------------------------------------------------------------------- trackers and rewards
+
+
+def test_what_trl_could_not_average_is_left_out(tmp_path: Path) -> None:
+    """A part of a verdict that is NaN for every response reaches the log as None."""
+    settings = config(tmp_path / "run")
+    with (
+        RunFolder.create(settings.output, kind="llm", label="a", seed=0, settings={}) as run,
+        TrainingProgress(settings.steps, "a") as progress,
+    ):
+        metrics = MetricsCallback(run, progress, settings, StepMeter("cpu"))
+        logs = {"loss": 0.5, "reward": None, "reward_parts/form": None, "reward_parts/units": 1.0}
+        metrics.on_log(None, SimpleNamespace(global_step=1), None, logs=logs)
+    (line,) = RunFolder.open(settings.output).metrics()
+    assert {name for name in line if name not in ("step", "time_s")} == {"loss", "reward_parts/units"}
 
 
 def test_tensorboard_gets_trls_own_names_too(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class MetricsCallback(TrainerCallback):
         """Rename what TRL logged and write it down."""
         if not logs or "loss" not in logs:  # the summary at the end of training
             return
+        logs = {name: value for name, value in logs.items() if value is not None}  # TRL's for NaN alone
         numbers = {ours: float(logs[theirs]) for theirs, ours in _METRICS.items() if theirs in logs}
         if self._asynchronous:  # which estimates KL(new || sampler) under that name
             numbers.pop("reference_kl", None)

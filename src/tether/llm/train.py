@@ -156,7 +156,7 @@ def _run(
     if start is not None and done >= config.steps:
         if run is not None and not run.finished:  # killed after its last checkpoint
             finish_from_checkpoint(config, run, start.path, tokenizer)
-            run.mark_finished()
+            _finish(config, run, print)
         return
     # One display a run: the first process's.
     console = None if run is not None else Console(quiet=True)
@@ -191,9 +191,13 @@ def _run(
         with activity.during("saving the model"):
             save_trained_model(config, run, trainer, tokenizer)
     if run is not None:
-        run.mark_finished()
-        if config.push_to_hub is not None:
-            upload(run.path / "model", config.push_to_hub, progress.message)
+        _finish(config, run, progress.message)
+
+
+def _finish(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> None:
+    run.mark_finished()
+    if config.push_to_hub is not None:
+        upload(run.path / "model", config.push_to_hub, say)
 
 
 def _in_the_precision_of_rollouts(
