@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import reasoning_gym
 
 from tether.errors import ConfigError, DataError
+from tether.experiments.settings_file import options_from_file, read_option
 from tether.llm.tasks import ReasoningGymTask, Split, make_task
 from tether.llm.tasks import reasoning_gym as module
 from tether.llm.tasks.protocol import Problem
@@ -40,6 +42,17 @@ def test_a_batch_gets_the_verdicts_of_its_members() -> None:
     pairs = zip(responses, problems, strict=True)
     assert verdicts == [task.verify(response, problem.answer) for response, problem in pairs]
     assert task.verify_many([], []) == []
+
+
+def test_lists_of_a_settings_file_reach_the_data_set(tmp_path: Path) -> None:
+    """There they become words: polynomials in a quotation mark were asked for."""
+    file = tmp_path / "run.yaml"
+    file.write_text("task_options: {dataset: polynomial_multiplication, variables: [a, b]}")
+    _, *words = options_from_file(file)
+    options = dict(zip(words[::2], map(read_option, words[1::2]), strict=True))
+    question, _ = _one(make_task("reasoning_gym", **options))
+    (listed, _) = _one(ReasoningGymTask("polynomial_multiplication", variables=["a", "b"]))
+    assert question.prompt == listed.prompt
 
 
 def test_settings_that_are_lists_are_passed_on() -> None:

@@ -47,7 +47,8 @@ class ReasoningGymTask:
         partial_credit: Whether the reward is reasoning-gym's score, which may lie between 0 and 1, where
             it is above 0.1. False rewards full scores alone.
         max_response_tokens: A response length that suits the data set.
-        **options: The data set's own settings, such as ``min_terms=2``.
+        **options: The data set's own settings, such as ``min_terms=2``. A list may be given as its text,
+            which is how a settings file or a command line hands it on: ``"['+', '-']"``.
 
     Raises:
         ConfigError: An unknown data set, settings it refuses, or a scorer that pays wrong answers.
@@ -84,8 +85,8 @@ class ReasoningGymTask:
         self.require_tag = require_tag
         self.partial_credit = partial_credit
         self.max_response_tokens = max_response_tokens
-        self.options = options
-        self._settings = _written(dataset, options)
+        self.options = {name: _read(value) for name, value in options.items()}
+        self._settings = _written(dataset, self.options)
         self._generator(0)
         self._judge = Judge(_SCORER, seconds=_SECONDS, setup=[dataset, self._settings])
 
@@ -229,6 +230,16 @@ def _warn_of_other_version() -> None:
             _audit()["version"],
             installed,
         )
+
+
+def _read(value: Any) -> Any:
+    """A setting: of a text that is a list or a dictionary as Python writes it, that."""
+    if not isinstance(value, str) or not value.startswith(("[", "(", "{")):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
 
 
 def _written(dataset: str, options: dict[str, Any]) -> str:
