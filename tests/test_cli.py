@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -219,6 +220,8 @@ def test_a_settings_file_may_be_written_with_an_equals_sign(tmp_path, capsys):
         ("a: [", "not valid YAML"),
         ("model: Käse", "not valid YAML in UTF-8: 'utf-8' codec can't decode byte 0xe4"),
         ("name: 2026-02-31", "not valid YAML in UTF-8: day is out of range"),
+        ("steps: 8\nmodel: /nowhere\nsteps: 16", "'steps' is there twice"),
+        ("model: /nowhere\nmethod: {name: clip, clip_low: 0.1, clip_low: 0.2}", "'clip_low' is there twice"),
         (None, "cannot be read"),
     ],
 )
@@ -283,6 +286,19 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message(command, monkeypatch,
     shown = capsys.readouterr().err
     assert "tether: /nowhere" in shown
     assert "Read-only file system. Choose a folder you may write to." in shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that takes nothing")
+def test_a_disk_that_fills_up_ends_in_a_message(monkeypatch, capsys):
+    """The system does not say which file it was that took no more."""
+
+    def write(arguments):
+        with open("/dev/full", "ab", buffering=0) as file:
+            file.write(b"answers")
+
+    monkeypatch.setattr("tether.cli._run", write)
+    assert run("llm", "eval") == 1
+    assert "tether: No space left on device. Free space" in capsys.readouterr().err
 
 
 def test_an_error_of_the_system_that_is_no_folders_is_not_hidden(monkeypatch):

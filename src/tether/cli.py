@@ -17,10 +17,11 @@ from tether.errors import MissingDependencyError, TetherError, did_you_mean
 
 Config = TypeVar("Config")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What stands between a command and its folder: the machine's business, so a message and no traceback.
 _OF_THE_FOLDER = {
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Choose a folder you may write to."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space, or choose a folder on another disk."),
+    **dict.fromkeys(_FULL, "Free space, or choose a folder on another disk."),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "Choose another path."),
 }
 
@@ -60,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         code = 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is None or error.errno not in _OF_THE_FOLDER:
+        # Only of a full disk is no more to be known: a write into a file that is open does not name it.
+        if error.errno not in _OF_THE_FOLDER or (error.filename is None and error.errno not in _FULL):
             raise
-        print(f"tether: {error.filename}: {error.strerror}. {_OF_THE_FOLDER[error.errno]}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"tether: {where}{error.strerror}. {_OF_THE_FOLDER[error.errno]}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("tether: interrupted", file=sys.stderr)

@@ -156,6 +156,18 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         load_model_and_tokenizer(tmp_path)
 
 
+def test_a_run_and_a_checkpoint_of_adapters_are_not_taken_for_models(tmp_path: Path) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(CheckpointError, match=r"folder of a run, whose model is in .*model when"):
+        load_model_and_tokenizer(tmp_path)
+    adapters = tmp_path / "checkpoints" / "step-000016"
+    adapters.mkdir(parents=True)
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds adapters, and not the model"):
+        load_model_and_tokenizer(adapters)
+
+
 def test_missing_and_damaged_weights_are_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

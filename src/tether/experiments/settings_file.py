@@ -122,14 +122,29 @@ def yaml_text(value: object) -> str:
 def load_yaml(path: Path) -> Any:
     """The content of a YAML file."""
     yaml = _yaml()
-    # libyaml, where it was built in, reads what takes seconds in a tenth of that.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_loader(yaml))
     except OSError as error:
         raise ConfigError(f"The settings file {path} cannot be read ({error.strerror}).") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, or a date that does not exist
         raise ConfigError(f"The settings file {path} is not valid YAML in UTF-8: {error}") from error
+
+
+def _loader(yaml: Any) -> Any:
+    """YAML's, which refuses a key that a mapping has twice; by itself the last value would silently count."""
+
+    # libyaml, where it was built in, reads what takes seconds in a tenth of that.
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            known: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in known:
+                    found = f"{key.value!r} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, found, key.start_mark)
+                known.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _options(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, warn
 from tether.experiments.checkpoints import fingerprint
 from tether.experiments.files import dump_json
+from tether.experiments.runs import METRICS_FILE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,9 @@ Quantization = Literal["none", "nf4"]
 
 EMBEDDED = {"embedded": "embedded", "embedded-llama": "embedded_llama"}
 """The models that ship with Tether: the name `load_model_and_tokenizer` knows each under, and its folder."""
+
+ADAPTER = "adapter_config.json"
+"""What tells a folder of adapters from one of a model."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|fim_pad|>")
@@ -177,6 +181,15 @@ def _resolve(name_or_path: str | Path) -> str:
         return str(embedded_model_path(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path} holds adapters, and not the model that they belong to. Give the model folder of a "
+                "finished run, or merge them (`merge_and_unload` of peft) and save what comes out."
+            )
+        if (path / METRICS_FILE).is_file():
+            raise CheckpointError(
+                f"{path} is the folder of a run, whose model is in {path / 'model'} when it is finished."
+            )
         if not (path / "config.json").is_file():
             raise CheckpointError(
                 f"{path} holds no config.json, so it is no model folder. Give the folder that "

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 UNFINISHED = ".unfinished-checkpoint"
 """Where in a run folder a checkpoint is written before it counts."""
 
-_ADAPTER = "adapter_config.json"
-
 
 def save_trained_model(
     config: TrainConfig, run: RunFolder | None, trainer: OldPolicyTrainer, tokenizer: Any
@@ -50,9 +48,9 @@ def save_trained_model(
 
 def finish_from_checkpoint(config: TrainConfig, run: RunFolder, checkpoint: Path, tokenizer: Any) -> None:
     """Write ``<run>/model`` from a checkpoint: its weights, or its adapters merged into the base model."""
-    from tether.llm.models import load_model_and_tokenizer
+    from tether.llm.models import ADAPTER, load_model_and_tokenizer
 
-    if not (checkpoint / _ADAPTER).is_file():
+    if not (checkpoint / ADAPTER).is_file():
         model, _ = load_model_and_tokenizer(checkpoint, dtype="auto")
     else:
         from peft import PeftModel
