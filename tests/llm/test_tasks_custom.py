@@ -285,6 +285,8 @@ def test_a_verifier_is_not_imported_into_the_trainer(module: str) -> None:
         ("number", "It is -€5.", "5", False),
         ("number", "It is -€5.", "-5", True),
         ("number", "It is £5.", "5", True),
+        ("number", "It is 5 million.", "5,000,000", True),
+        ("number", "It is 5 million.", "5", False),
         ("exact", "<think>yes</think>\nyes", "yes", True),
         ("exact", "<think>yes", "yes", False),
         ("math", r"<think>\boxed{4}</think>", "4", False),

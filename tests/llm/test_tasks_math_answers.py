@@ -74,6 +74,12 @@ x \in [2,4)|[2,4)
 \$5|5
 5\%|5
 0.05|5\%
+5\text{ million}|5000000
+5 million|5{,}000{,}000
+5.5\text{ million dollars}|5500000
+\frac{1}{2}\text{ million}|500000
+5,000,000|5\text{ million}
+5\text{ million}|5\text{ million}
 """,
     "numbers": r"""
 12345678901234567|12345678901234567
@@ -139,6 +145,10 @@ x = 5|4
 60\text{ km/h}|60\text{ miles per hour}
 3\text{ cents}|\$3
 45\text{ radians}|45^\circ
+5\text{ million}|5
+5\text{ hundred dollars}|5
+5\text{ million}|5\text{ billion}
+\frac{1}{2}\text{ million}|\frac{1}{2}
 """,
     "numbers": r"""
 12345678901234567|12345678901234568

@@ -12,7 +12,7 @@ from tether.llm.tasks import ArithmeticTask, ChainedTask
 from tether.llm.tasks.custom import exact, normalized, number
 from tether.llm.tasks.judge import Outcome
 from tether.llm.tasks.math_answers import MathVerifier, last_boxed
-from tether.llm.tasks.math_numbers import read_number, unit_of
+from tether.llm.tasks.math_numbers import read_number, unit_of, with_scales
 from tether.llm.tasks.protocol import after_thinking
 
 SIZE, TIMES, REPEATS = 8_000, 8, 5
@@ -119,6 +119,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "last_boxed": last_boxed,
     "after_thinking": after_thinking,
     "read_number": read_number,
+    "with_scales": with_scales,
     "unit_of": unit_of,
     "math": mathematics(require_boxed=True),
     "math without a box": mathematics(require_boxed=False),

@@ -16,7 +16,7 @@ from tether.errors import ConfigError, DataError, MissingDependencyError
 from tether.llm.tasks.data import BadRows, DataTask, Located, as_messages, check_bad_rows, read_jsonl
 from tether.llm.tasks.judge import Judge, Outcome
 from tether.llm.tasks.math_answers import MathVerifier
-from tether.llm.tasks.math_numbers import MINUS, WHOLE, read_number
+from tether.llm.tasks.math_numbers import MINUS, WHOLE, read_number, with_scales
 from tether.llm.tasks.protocol import Problem, Verdict, after_thinking
 
 
@@ -209,7 +209,7 @@ def number(response: str, answer: str) -> bool:
     >>> number("It is 1,250.50 dollars.", "1250.5"), number("none", "3"), number("3/4", "4")
     (True, False, False)
     """
-    last, wanted = last_number(response), read_number(answer)
+    last, wanted = last_number(with_scales(response)), read_number(answer)
     return last is not None and wanted is not None and read_number(last.translate(_CURRENCIES)) == wanted
 
 

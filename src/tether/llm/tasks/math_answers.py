@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tether.errors import MissingDependencyError
 from tether.llm.tasks.judge import Judge
-from tether.llm.tasks.math_numbers import agree, units_differ
+from tether.llm.tasks.math_numbers import agree, units_differ, with_scales
 from tether.llm.tasks.protocol import after_thinking
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class MathVerifier:
         known: dict[int, bool] = {}
         asked: dict[int, _Question] = {}
         for place, (response, answer) in enumerate(zip(responses, answers, strict=True)):
-            final = after_thinking(response)
+            final, answer = with_scales(after_thinking(response)), with_scales(answer)
             boxed = last_boxed(final)
             boxes.append(boxed is not None)
             forms = self._forms(final, boxed, answer)

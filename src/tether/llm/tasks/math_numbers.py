@@ -92,6 +92,27 @@ def agree(given: str, reference: str) -> bool | None:
     return False if exact else None
 
 
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(
+    rf"(?<=[\d}}])(?:[\s~]|\\[ ,;!])*(?:\\(?:text|textrm|mbox|mathrm|rm)\s?(?P<open>\{{)\s*)?"
+    rf"(?P<word>{'|'.join(_SCALES)})s?\b(?(open)\s*(?P<close>\}})?)"
+)
+
+
+def with_scales(text: str) -> str:
+    r"""A text whose numbers have powers of ten for words behind them, which would pass for units.
+
+    >>> with_scales(r"5\text{ million}"), with_scales(r"1.5 million"), with_scales(r"5\text{ thousand men}")
+    ('5\\times 10^{6}', '1.5\\times 10^{6}', '5\\times 10^{3}\\text{ men}')
+    """
+
+    def power(found: re.Match[str]) -> str:
+        rest = r"\text{ " if found["open"] and not found["close"] else ""
+        return rf"\times 10^{{{_SCALES[found['word']]}}}{rest}"
+
+    return _SCALE.sub(power, text)
+
+
 _LONGEST = 120  # characters at the end of an answer in which a unit is looked for
 
 _TEXT = (
