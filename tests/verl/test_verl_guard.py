@@ -51,6 +51,17 @@ def test_pad_to_length_is_refused(model: Path) -> None:
         make_actor(model, engine_settings={"pad_to_length": True})
 
 
+def test_sums_over_logits_that_are_not_formed_are_refused(model: Path) -> None:
+    """verl's engine would take hidden states for logits; those of a bucket are real."""
+    batch = Rollouts.scripted().batch(
+        calculate_entropy=True, compute_loss=False, calculate_sum_pi_squared=True
+    )
+    with pytest.raises(ConfigError, match=r"calculate_sum_pi_squared=True.*troll_support=bucket"):
+        make_actor(model).infer_batch(batch.copy())
+    bucket = make_actor(model, TROLLPolicyLossConfig(troll_support="bucket")).infer_batch(batch)
+    assert "sum_pi_squared" in bucket.keys()  # noqa: SIM118  (a TensorDict)
+
+
 @pytest.mark.parametrize("store", ["local", "queue"])
 @pytest.mark.parametrize("support", ["exact", "bucket"])
 def test_a_batch_without_old_distributions_is_refused(model: Path, support: str, store: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop import AgentLoopOutput
+from verl.protocol import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -23,7 +24,12 @@ from verl.workers.rollout.replica import TokenOutput
 from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.sampler_reports import Reported, report_sequence
 from tether.integrations.verl import rollouts, sampler_fields
-from tether.integrations.verl.rollouts import RecordingClient, SamplerAgentLoopWorker, TrainerSteps
+from tether.integrations.verl.rollouts import (
+    RecordingClient,
+    SamplerAgentLoopManager,
+    SamplerAgentLoopWorker,
+    TrainerSteps,
+)
 from tether.integrations.verl.vllm_reports import report
 
 VOCABULARY = 10
@@ -77,6 +83,7 @@ def _worker(client: Any) -> Any:
     worker = object.__new__(SamplerAgentLoopWorker)
     worker.llm_client = RecordingClient(client)
     worker._steps = TrainerSteps(calls_a_version=2, without=0, updates_a_call=4)
+    worker._mass = 1.0
     return worker
 
 
@@ -190,6 +197,52 @@ def _packed(
     firsts = np.cumsum([0, *counts])[:-1]
     values = fields["troll_sampler_log_probs"]
     return counts, [round(values[i].item(), 3) for i, n in zip(firsts, counts, strict=True) if n]
+
+
+def test_of_a_token_no_more_ids_travel_than_hold_the_mass_that_was_asked_for() -> None:
+    """And the drawn one; but all of a truncated turn, and of what is no distribution, to be refused."""
+    rows = [[0.5, 0.3, 0.15, 0.04], [0.95, 0.03, 0.01, 0.005], [0.04, 0.03, 0.02, 0.9]]
+    ids, drawn = [[3, 4, 5, 6]] * 3, [5, 5, 6]
+
+    def kept(probabilities: list[list[float]], *, truncated: bool = False) -> list[list[int]]:
+        numbers: list[list[float | None]] = [np.log(row).tolist() for row in probabilities]
+        said = list(report_sequence(drawn, ids, numbers, 0, version=1))
+        fields = sampler_fields.pack(
+            [sampler_fields.Turn([1], drawn, said, truncated)], [1], drawn, [1, 1, 1],
+            calls_of=lambda version: version, updates=1, mass=0.9,
+        )  # fmt: skip
+        counts = fields["troll_sampler_count"].abs().tolist()
+        return [part.tolist() for part in fields["troll_sampler_ids"].split(counts)]
+
+    assert kept(rows) == [[3, 4, 5], [3, 5], [6]]
+    assert kept(rows, truncated=True) == ids
+    assert kept([[*row[:3], np.nan] for row in rows]) == ids
+    assert kept([[2 * p for p in row] for row in rows]) == ids
+
+
+def test_the_mass_that_travels_is_the_configured_one() -> None:
+    engine = _Engine([([5], 1, "completed")])
+
+    async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
+        answer = await _ask(client, [8, 9], params)
+        return AgentLoopOutput(prompt_ids=[8, 9], response_ids=[5], response_mask=[1],
+                               response_logprobs=answer.log_probs, metrics={}, extra_fields={})  # fmt: skip
+
+    worker: Any = object.__new__(SamplerAgentLoopWorker)
+    worker.llm_client = _Client(engine)
+    mass = "actor_rollout_ref.actor.policy_loss.troll_mass=0.8"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        worker.config = compose("ppo_trainer", ["+tether=troll_sampler", mass])
+    with patch.object(AgentLoopWorkerTQ.__ray_actor_class__, "__init__", lambda self: None):
+        worker.__init__()
+    assert _run(worker, turns).as_dict()["troll_sampler_count"].tolist() == [1]
+
+
+def test_trainers_that_take_padded_answers_are_refused() -> None:
+    """verl's old trainer and those built on it ask the manager of the configuration, too."""
+    manager = object.__new__(SamplerAgentLoopManager)
+    with pytest.raises(ConfigError, match=r"use_v1=True.*sync, colocate_async or separate_async"):
+        manager.generate_sequences(DataProto())
 
 
 def _answer(drawn: list[int], log_probs: list[float]) -> sampler_fields.Turn:
@@ -306,6 +359,7 @@ def test_what_an_agent_loops_own_output_adds_to_the_batch_stays() -> None:
         (["actor_rollout_ref.rollout.custom.troll_top_k=0"], "not told how many ids to report"),
         (["actor_rollout_ref.rollout.top_k=100"], r"keeps more ids than the 64.*troll_top_k=100"),
         (["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"], "Set it to processed_logprobs"),
+        (["actor_rollout_ref.rollout.name=sglang"], r"name=sglang reports nothing.*vllm.*\+tether=troll"),
         (
             ["actor_rollout_ref.rollout.disaggregation.enabled=True"],
             "servers of its own, which report nothing",
@@ -316,8 +370,8 @@ def test_a_configuration_that_cannot_work_is_refused_with_its_remedy(
     changes: list[str], message: str
 ) -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
-        good = compose("ppo_trainer", ["+tether=troll_sampler"])
-        config = compose("ppo_trainer", ["+tether=troll_sampler", *changes])
+        words = ["+tether=troll_sampler", "actor_rollout_ref.rollout.name=vllm"]
+        good, config = compose("ppo_trainer", words), compose("ppo_trainer", [*words, *changes])
     rollouts.refuse_configuration(good)
     with pytest.raises(ConfigError, match=message):
         rollouts.refuse_configuration(config)

@@ -226,6 +226,7 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
         if self._head is None:
             return super()._view(data, lags)
         assert self._settings is not None
+        _refuse_squares(data)
         with_entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         temperature = one_temperature(data["temperature"])
         known = (self._settings, self._partition(), self._head, temperature, self._store)
@@ -262,6 +263,15 @@ def one_temperature(temperature: Any) -> float:
             f"{len(values)} from {min(values):g} to {max(values):g}. Set {USE_BUCKET}."
         )
     return float(values[0])
+
+
+def _refuse_squares(data: TensorDict) -> None:
+    """Refuse what verl's engine would compute of hidden states, taking them for logits."""
+    if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
+        raise ConfigError(
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=True asks verl for sums over logits, which "
+            f"policy_loss.troll_support=exact never forms. Set it to False, or {USE_BUCKET}."
+        )
 
 
 def _ulysses_shard() -> tuple[int, int]:

@@ -18,6 +18,7 @@ import ray
 from pydantic import PrivateAttr
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
+from verl.protocol import DataProto
 from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
@@ -26,6 +27,10 @@ from verl.workers.rollout.replica import TokenOutput
 from tether.errors import ConfigError
 from tether.integrations.verl.sampler_fields import Turn, pack
 from tether.integrations.verl_switch import SAMPLER_SWITCH, SWITCH, TOP_K
+from tether.settings import TROLLSettings
+
+#: verl's own servers that do not report; one that verl does not know may.
+_SILENT = ("sglang", "trtllm")
 
 _turns: ContextVar[list[Turn] | None] = ContextVar("troll_turns", default=None)
 
@@ -120,6 +125,8 @@ class SamplerAgentLoopWorker(_Worker):
         super().__init__(*args, **kwargs)
         self.llm_client = RecordingClient(self.llm_client)
         self._steps = TrainerSteps.read(self.config)
+        policy_loss = self.config.actor_rollout_ref.actor.policy_loss
+        self._mass = float(policy_loss.get("troll_mass", TROLLSettings.mass))
 
     async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
         token = _turns.set([])
@@ -143,6 +150,7 @@ class SamplerAgentLoopWorker(_Worker):
             output.response_mask,
             calls_of=self._steps.calls,
             updates=self._steps.updates_a_call,
+            mass=self._mass,
         )
         made = output.model_copy()
         kind: Any = type(output)
@@ -162,6 +170,16 @@ class SamplerAgentLoopManager(AgentLoopManagerTQ):
         refuse_configuration(config)
         super().__init__(config, *args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SamplerAgentLoopWorker)
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """As verl's; a trainer that wants padded answers back is refused."""
+        if isinstance(prompts, DataProto):
+            raise ConfigError(
+                "policy_loss.troll_anchor=sampler sends its records through TransferQueue, and this is a "
+                "trainer without: the old one, or one built on it. Set trainer.use_v1=True in "
+                "verl.trainer.main_ppo, with trainer.v1.trainer_mode=sync, colocate_async or separate_async."
+            )
+        super().generate_sequences(prompts)
 
 
 def truncates(sampling_params: Mapping[str, Any]) -> bool:
@@ -222,6 +240,12 @@ def refuse_configuration(config: Any) -> None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.logprobs_mode={rollout.logprobs_mode} reports another distribution "
             "than was sampled from. Set it to processed_logprobs."
+        )
+    if rollout.name in _SILENT:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={rollout.name} reports nothing but the drawn tokens' "
+            "log-probabilities. Set it to vllm, or policy_loss.troll_anchor=trainer with "
+            f"algorithm.rollout_correction.bypass_mode=False ({SWITCH})."
         )
     if rollout.disaggregation.enabled:
         raise ConfigError(

@@ -54,6 +54,7 @@ def pack(
     *,
     calls_of: Callable[[int], int],
     updates: int,
+    mass: float = 1.0,
 ) -> dict[str, Tensor]:
     """Make the five fields of one sequence.
 
@@ -64,6 +65,8 @@ def pack(
     Args:
         calls_of: from a version of the weights to the trainer's update calls behind it.
         updates: optimizer steps of one such call, as configured.
+        mass: keep the likeliest ids that hold this much probability together, and the drawn one; of a
+            truncated turn all.
 
     Example:
         >>> from tether.integrations.sampler_reports import report_sequence
@@ -88,6 +91,8 @@ def pack(
                 continue
             reported_ids, reported = said.block.ids[said.row], said.block.log_probs[said.row]
             held = (reported_ids != EMPTY) & (reported != -np.inf)
+            if mass < 1 and not turn.truncated:
+                held &= _needed(reported, held, mass) | (reported_ids == response_ids[position])
             ids[position], values[position] = reported_ids[held].astype(np.int32), reported[held]
             count[position] = -held.sum() if turn.truncated else held.sum()
             if said.block.version is not None:
@@ -99,6 +104,17 @@ def pack(
         CALLS: torch.from_numpy(calls),
         UPDATES: torch.tensor([updates]),
     }
+
+
+def _needed(log_probs: Any, held: Any, mass: float) -> Any:
+    """The likeliest of a token's ids that hold `mass` together, [K]."""
+    probs = np.where(held, np.exp(log_probs), 0.0)
+    if not probs.sum() <= 1.01:  # no distribution, or NaN: kept whole, to be refused where it is used
+        return held
+    order = np.argsort(-probs, kind="stable")
+    needed = np.zeros_like(held)
+    needed[order] = probs[order].cumsum() - probs[order] < mass
+    return needed
 
 
 def _fits(turn: Turn, sequence: list[int]) -> int:
