@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -111,6 +112,21 @@ def test_the_switch_is_what_it_stands_for() -> None:
     shown = verl_switch.describe()
     assert all(line in shown for line in [verl_switch.SWITCH, *verl_switch.lines()])
     assert f"verl {verl.__version__} is installed here (tested)" in shown
+
+
+def test_a_file_of_ones_own_has_the_last_word_over_the_switch_among_its_defaults(tmp_path: Path) -> None:
+    """As the page writes it; on the command line the switch would overrule the file."""
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+    start = page.index("    hydra: {searchpath")
+    written = textwrap.dedent(page[start : page.index("\n\n", start)])
+    (tmp_path / "mine.yaml").write_text(written + "\n")
+    (tmp_path / "other.yaml").write_text(written.replace("{tether: troll}, ", "") + "\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        mine, other = compose("mine"), compose("other", [verl_switch.SWITCH])
+    bounds = [config.actor_rollout_ref.actor.policy_loss.troll_kl_bound for config in (mine, other)]
+    assert bounds == [0.1, verl_switch.settings()["troll_kl_bound"]]
+    assert "'- tether: troll', before '- _self_'" in verl_switch.describe()
+    assert mine.actor_rollout_ref.actor.policy_loss.loss_mode == MODEL_TYPE
 
 
 @pytest.mark.parametrize("switch", [verl_switch.SWITCH, verl_switch.SAMPLER_SWITCH])

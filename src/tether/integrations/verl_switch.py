@@ -111,7 +111,9 @@ def describe() -> str:
         f"whose first word stands for the same, but for\n\n{beside}\n\n"
         f"verl's own default, strategy=fsdp, goes with {_LOSS}.troll_support=bucket alone.\n"
         f"Either is changed by later words of the command line, such as {_LOSS}.troll_kl_bound=0.1 or\n"
-        f"{_LOSS}.troll_support=bucket. What each means: docs/verl.md.\n\n{_installed()}"
+        f"{_LOSS}.troll_support=bucket. What each means: docs/verl.md.\n"
+        "A YAML file of your own, whose settings either would overrule, has it among its defaults instead:\n"
+        f"'- tether: {TROLL}', before '- _self_'.\n\n{_installed()}"
     )
 
 
