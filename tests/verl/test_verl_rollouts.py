@@ -186,6 +186,23 @@ def test_tokens_an_agent_loop_changed_have_no_record() -> None:
     assert output.as_dict()["troll_sampler_count"].tolist() == [2, 0]
 
 
+def test_what_was_sampled_at_another_temperature_than_the_trainers_has_no_record() -> None:
+    """The network would be compared with it at the configured one; greedy rows, or a loop's own setting."""
+    engine = _Engine([([5], 1, "completed"), ([6], 1, "completed"), ([7], 1, "completed")])
+
+    async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
+        sequence, numbers = [8, 9], []
+        for temperature in (0.7, 1.0, 0):
+            answer = await _ask(client, sequence, {**params, "temperature": temperature})
+            sequence, numbers = sequence + answer.token_ids, numbers + answer.log_probs
+        return AgentLoopOutput(prompt_ids=[8, 9], response_ids=sequence[2:], response_mask=[1, 1, 1],
+                               response_logprobs=numbers, metrics={}, extra_fields={})  # fmt: skip
+
+    worker = _worker(_Client(engine))
+    worker.llm_client = RecordingClient(worker.llm_client._inner, temperature=0.7)
+    assert _run(worker, turns).as_dict()["troll_sampler_count"].tolist() == [2, 0, 0]
+
+
 def _packed(
     turns: list[sampler_fields.Turn], response: list[int], mask: list[int] | None = None
 ) -> tuple[list[int], list[float]]:
@@ -220,19 +237,22 @@ def test_of_a_token_no_more_ids_travel_than_hold_the_mass_that_was_asked_for() -
     assert kept([[2 * p for p in row] for row in rows]) == ids
 
 
-def test_the_mass_that_travels_is_the_configured_one() -> None:
+def test_mass_and_temperature_are_the_configured_ones() -> None:
     engine = _Engine([([5], 1, "completed")])
 
     async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
-        answer = await _ask(client, [8, 9], params)
+        answer = await _ask(client, [8, 9], {**params, "temperature": 0.6})
         return AgentLoopOutput(prompt_ids=[8, 9], response_ids=[5], response_mask=[1],
                                response_logprobs=answer.log_probs, metrics={}, extra_fields={})  # fmt: skip
 
     worker: Any = object.__new__(SamplerAgentLoopWorker)
     worker.llm_client = _Client(engine)
-    mass = "actor_rollout_ref.actor.policy_loss.troll_mass=0.8"
+    words = [
+        "actor_rollout_ref.actor.policy_loss.troll_mass=0.8",
+        "actor_rollout_ref.rollout.temperature=0.6",
+    ]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        worker.config = compose("ppo_trainer", ["+tether=troll_sampler", mass])
+        worker.config = compose("ppo_trainer", ["+tether=troll_sampler", *words])
     with patch.object(AgentLoopWorkerTQ.__ray_actor_class__, "__init__", lambda self: None):
         worker.__init__()
     assert _run(worker, turns).as_dict()["troll_sampler_count"].tolist() == [1]

@@ -36,10 +36,13 @@ _turns: ContextVar[list[Turn] | None] = ContextVar("troll_turns", default=None)
 
 
 class RecordingClient:
-    """verl's client of rollout servers, noting the answers of the trajectory that asks."""
+    """verl's client of rollout servers, noting the answers of the trajectory that asks.
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    Only those at the temperature at which the trainer compares the network with them.
+    """
+
+    def __init__(self, inner: Any, temperature: float = 1.0) -> None:
+        self._inner, self._temperature = inner, temperature
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is verl's."""
@@ -50,11 +53,13 @@ class RecordingClient:
     ) -> TokenOutput:
         """As verl's: interrupted answers already put together, with the records of each part."""
         truncated = truncates(sampling_params)
+        asked = sampling_params.get("temperature")
+        comparable = math.isclose(1.0 if asked is None else asked, self._temperature, rel_tol=1e-6)
         output: TokenOutput = await self._inner.generate(
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
         )
         turns = _turns.get()
-        if turns is not None:
+        if turns is not None and comparable:
             log_probs = list(output.log_probs or [])
             turns.append(Turn(list(prompt_ids), list(output.token_ids), log_probs, truncated))
         return output
@@ -123,7 +128,8 @@ class SamplerAgentLoopWorker(_Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.llm_client = RecordingClient(self.llm_client)
+        temperature = float(self.config.actor_rollout_ref.rollout.temperature)
+        self.llm_client = RecordingClient(self.llm_client, temperature)
         self._steps = TrainerSteps.read(self.config)
         policy_loss = self.config.actor_rollout_ref.actor.policy_loss
         self._mass = float(policy_loss.get("troll_mass", TROLLSettings.mass))

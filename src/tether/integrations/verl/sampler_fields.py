@@ -145,7 +145,8 @@ def unpack(batch: Mapping[str, Any], vocabulary_size: int, lag: Tensor | None) -
         raise TetherError(
             f"sequence {row}, position {position}: the sampler left no record of this token "
             f"({missing.numel()} in all). troll_anchor=sampler needs an engine that reports "
-            "(vLLM, through verl's own client) and an agent loop that keeps the tokens it was given; "
+            "(vLLM, through verl's own client) and an agent loop that keeps the tokens it was given and "
+            "samples at actor_rollout_ref.rollout.temperature; "
             "otherwise set actor_rollout_ref.actor.policy_loss.troll_anchor=trainer and "
             "algorithm.rollout_correction.bypass_mode=False."
         )
