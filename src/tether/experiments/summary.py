@@ -93,8 +93,10 @@ def headline_curves(runs: Sequence[RunData], metric: str) -> dict[Path, Curve | 
     not compared by the former with others by the latter.
     """
     evaluated = {run.path: run.eval_curve(metric) for run in runs}
+    if None not in evaluated.values():
+        return evaluated
     trained = {run.path: run.curve(metric) for run in runs}
-    return trained if None in evaluated.values() and None not in trained.values() else evaluated
+    return evaluated if None in trained.values() else trained
 
 
 def summarise(runs: Sequence[RunData]) -> list[MethodSummary]:
