@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +128,15 @@ def test_no_two_test_modules_have_one_name() -> None:
     alone = {"verl", "vllm_engine", "site"}  # each collected by itself
     modules = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in alone]
     assert len({path.name for path in modules}) == len(modules)
+
+
+def test_nothing_under_version_control_is_a_link() -> None:
+    """A link may lead out of the checkout, to a place that one machine alone has."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("no checkout, or no git to ask")
+    listed = subprocess.run([git, "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
