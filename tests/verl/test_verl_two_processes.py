@@ -43,13 +43,15 @@ def test_two_processes_do_what_one_does_with_the_whole_batch(together: Path, mod
     alone = make_actor(model, acting(**CASES[mode]), loss_agg_mode=mode)
     old = rollouts.score(alone)
     for step in range(UPDATES):
-        metrics = rollouts.update(alone, old)
+        metrics = rollouts.update(alone, old, update_lr_scheduler=step == UPDATES - 1)
         for rank in range(2):
             numbers = _numbers(together, rank)
             for name, value in metrics.items():
                 if name == "loss" or (name.startswith("actor/troll/") and name not in COSTS):
                     assert numbers[f"{mode} {step} {name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     assert metrics["actor/troll/projected"] > 0.2
+    if "troll_step_back" in CASES[mode]:
+        assert metrics["actor/troll/step_back/fraction"] < 0.9
     for rank in range(2):
         sharded = load_file(together / f"{mode}-{rank}.safetensors")
         for name, expected in parameters(alone).items():

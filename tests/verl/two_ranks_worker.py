@@ -34,6 +34,7 @@ UPDATES = 3
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "seq-mean-token-mean": {"troll_region": "sequence"},
+    "seq-mean-token-sum": {"troll_step_back": 1e-4, "troll_step_back_statistic": 0.5},
 }
 
 
@@ -89,7 +90,7 @@ def everything(model: Path, output: Path, rank: int) -> dict[str, float]:
         actor = make_actor(model, acting(**settings), loss_agg_mode=mode)
         old = rollouts.score(actor)
         for step in range(UPDATES):
-            metrics = rollouts.update(actor, old, world_size=2)
+            metrics = rollouts.update(actor, old, world_size=2, update_lr_scheduler=step == UPDATES - 1)
             numbers |= {f"{mode} {step} {n}": v for n, v in metrics.items() if "troll" in n or n == "loss"}
         save_file(parameters(actor), output / f"{mode}-{rank}.safetensors")
     numbers |= dense_gradients(model, rank)

@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from tether.settings import LagBound, TROLLSettings
+from tether.step_back_search import PASSES
 
 #: `policy_loss.loss_mode` and `model.model_type`, by which verl finds loss and engine.
 TROLL = "troll"
@@ -49,7 +50,12 @@ def settings() -> dict[str, Any]:
     by_lag = {f"troll_lag_{name}": default for name, default in lag.items()}
     largest = {"troll_kl_bound_largest": LagBound.largest}
     own = {"troll_anchor": ANCHOR, "troll_old_store": OLD_STORE, "troll_ratio": RATIO}
-    return {**shared, **own, **by_lag, **largest}
+    network = {
+        "troll_step_back": None,
+        "troll_step_back_statistic": "mean",
+        "troll_step_back_passes": PASSES,
+    }
+    return {**shared, **own, **by_lag, **largest, **network}
 
 
 def configuration() -> dict[str, Any]:
@@ -84,7 +90,10 @@ def lines(tree: dict[str, Any] | None = None) -> list[str]:
         "calculate_log_probs", "bypass_mode",
     )  # fmt: skip
     flat = _flat(configuration() if tree is None else tree)
-    return [f"{'' if key.endswith(known) else '+'}{key}={value}" for key, value in flat]
+    return [
+        f"{'' if key.endswith(known) else '+'}{key}={'null' if value is None else value}"
+        for key, value in flat
+    ]
 
 
 def register() -> None:

@@ -43,6 +43,7 @@ from tether.integrations.verl.settings import (
     same_settings,
     take_pending_settings,
 )
+from tether.integrations.verl.step_back import MeasureKL, NetworkBound
 from tether.integrations.verl.store import OldPolicyStore
 from tether.integrations.verl.views import HiddenView, LogitsView, View
 
@@ -66,6 +67,7 @@ class TROLLEngineMixin:
         self._updates = 0  # since the trainer's last call of update_actor ended
         self._made: dict[int, int] = {}  # in each of its calls, by how many came before it
         self._settings: TROLLPolicyLossConfig | None = None
+        self._network: NetworkBound | None = None
         if not engine_config.forward_only:
             settings = take_pending_settings()
             if settings is not None and settings.loss_mode == LOSS_MODE:
@@ -81,10 +83,15 @@ class TROLLEngineMixin:
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """One optimiser step; with TROLL's loss on the projected policy."""
-        if _asks_for_troll(loss_function):
+        projects = _asks_for_troll(loss_function)
+        if projects:
             loss_function = self._projecting(data, loss_function)
         stepped = super().train_batch(data, loss_function)  # type: ignore[misc]
         self._updates += 1
+        if projects and self._network is not None:
+            self._network.add(data)
+            if tu.get_non_tensor_data(data, "update_lr_scheduler", default=False):  # the call's last
+                stepped["metrics"].update(self._network.enforce(self._measure))
         return stepped
 
     def lr_scheduler_step(self) -> Any:
@@ -105,6 +112,8 @@ class TROLLEngineMixin:
                 recording = RecordOldPolicy(self._view(data), self._partition(), self._store)
                 scored = super().infer_batch(data, recording)  # type: ignore[misc]
                 self._store.head = self._snapshot()
+                if self._network is not None:
+                    self._network.record()
             return scored
         elif self._reference_pass and loss_function is None:
             loss_function = self._scoring(data)
@@ -115,7 +124,7 @@ class TROLLEngineMixin:
     ) -> Any:
         """All micro-batches of a batch; where TROLL asked for them, with what its view needs to see."""
         watched: AbstractContextManager[Any] = nullcontext()
-        if isinstance(loss_function, ScorePolicy | TROLLLoss):
+        if isinstance(loss_function, ScorePolicy | TROLLLoss | MeasureKL):
             data = data.copy()  # so that what the seam says is not said of the batch afterwards
             tu.assign_non_tensor(data, **loss_function.view.seam)
             watched = loss_function.view.watching()
@@ -168,6 +177,10 @@ class TROLLEngineMixin:
         """What scores without logits, if this engine can."""
         return None
 
+    def _measure(self, data: TensorDict) -> list[Tensor]:
+        """KL(new || old) of a mini-batch's tokens here; as in the old pass, without dropout."""
+        raise NotImplementedError
+
     def _obstacle(self) -> str | None:
         """Why the loss is not computed in one pass over the head, if it is not."""
         assert self._settings is not None
@@ -216,10 +229,16 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
 
     _head: HiddenStatesHead | None = None
 
+    def initialize(self) -> None:
+        """Build the model, and what TROLL needs of it."""
+        super().initialize()
+        if self._settings is not None and self._settings.troll_step_back is not None:
+            self._network = NetworkBound(self.module, self._settings)
+
     def _make_store(self, local: bool, *, keeps_head: bool = False) -> OldPolicyStore:
         if self._settings is not None and self._settings.troll_support == "exact":
             self._head = HiddenStatesHead(self.module, self.engine_config.reshard_after_forward)
-            keeps_head = self._head.trained
+            keeps_head = self._head.trained or self._settings.troll_step_back is not None
         return super()._make_store(local, keeps_head=keeps_head)
 
     def _view(self, data: TensorDict, lags: Lags | None = None) -> View:
@@ -239,6 +258,17 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
 
     def _snapshot(self) -> HeadSnapshot | None:
         return None if self._head is None else self._head.snapshot()
+
+    def _measure(self, data: TensorDict) -> list[Tensor]:
+        view = self._view(data)
+        assert isinstance(view, HiddenView)
+        measuring = MeasureKL(view, self._partition(), self._store)
+        self.module.eval()
+        try:
+            self.forward_backward_batch(data, measuring, forward_only=True)
+        finally:
+            self.module.train()
+        return measuring.kl
 
     def _refuse_support(self, support: str) -> None:
         if self.engine_config.strategy != "fsdp2":

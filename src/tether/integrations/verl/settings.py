@@ -12,6 +12,7 @@ from tether.integrations.verl_switch import ANCHOR, OLD_STORE, RATIO, SAMPLER_SW
 from tether.losses.sampler import Bound
 from tether.losses.troll import RatioLevel
 from tether.settings import LagBound, TROLLSettings, check_choice
+from tether.step_back_search import PASSES, check_step_back
 
 #: `policy_loss.loss_mode` and the name in verl's registry of policy losses; `model.model_type`.
 LOSS_MODE = MODEL_TYPE = TROLL
@@ -67,6 +68,13 @@ class TROLLPolicyLossConfig(PolicyLossConfig):
     """Keep the old policy on the worker that recorded it ("local"), or send it with the batch ("queue")."""
     troll_region: str = TROLLSettings.region
     """Bound each "token"'s divergence, or the mean over the tokens of a "sequence"."""
+    troll_step_back: float | None = None
+    """Budget in nats for the network itself: after the updates on a batch it goes back towards the weights
+    that scored it until the measured KL(new || old) of the batch's tokens is within this; None: it stays."""
+    troll_step_back_statistic: Any = "mean"
+    """What is held to the budget: the tokens' "mean", their "max", or a quantile such as 0.99."""
+    troll_step_back_passes: int = PASSES
+    """Passes over the batch a step back may take."""
     troll_ratio: str = RATIO
     """Ratio of each "token", or GSPO's of a "sequence" (with `loss_agg_mode=seq-mean-token-mean`)."""
 
@@ -121,8 +129,25 @@ def _check(config: TROLLPolicyLossConfig) -> None:
             f"{_KEY}.troll_lag_growth={config.troll_lag_growth} bounds the divergence from the policy that "
             f"sampled. Use {SAMPLER_SWITCH} on the command line, or leave it constant."
         )
+    if config.troll_step_back is not None:
+        _check_step_back(config)
     if config.around_sampler and config.troll_support == "paper":
         raise ConfigError(
             f"{_KEY}.troll_support=paper invents probabilities for the ids whose exact mass a sampler's "
             "report tells. Leave it at its default with troll_anchor=sampler."
+        )
+
+
+def _check_step_back(config: TROLLPolicyLossConfig) -> None:
+    try:
+        check_step_back(
+            config.troll_step_back, config.troll_step_back_statistic, config.troll_step_back_passes
+        )
+    except InvalidInputError as error:
+        raise ConfigError(f"{_KEY}.troll_step_back: {error}") from error
+    if config.troll_support != "exact" or config.around_sampler:
+        raise ConfigError(
+            f"{_KEY}.troll_step_back measures the network against the hidden states of the policy that verl "
+            "scores the rollouts with, over the whole vocabulary. Use troll_support=exact and "
+            "troll_anchor=trainer with it, or set it to null."
         )

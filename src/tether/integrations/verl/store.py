@@ -130,7 +130,7 @@ class OldPolicyStore:
         """Whether the old policy of every sequence of a batch can be found."""
         if any(name not in batch.keys() for name in self.needed):  # noqa: SIM118  (a TensorDict)
             return False
-        return not self._keeps or all(self._trouble(*handle) is None for handle in _handles(batch))
+        return not self._keeps or all(self._trouble(*handle) is None for handle in handles(batch))
 
     def take(self, batch: Any, device: Any) -> Mapping[str, Any]:
         """The fields of a micro-batch again, jagged, on `device`.
@@ -140,14 +140,14 @@ class OldPolicyStore:
         """
         if not self._keeps:
             return batch
-        handles = _handles(batch)
-        for handle in handles:
+        found = handles(batch)
+        for handle in found:
             trouble = self._trouble(*handle)
             if trouble is not None:
                 raise TetherError(f"The old policy of a sequence is not here: {trouble} {_REMEDY}")
         if not self._local:
             return batch
-        rows = [self._rows[place] for _, _, place in handles]
+        rows = [self._rows[place] for _, _, place in found]
         return {name: _together([row[name] for row in rows], device) for name in rows[0]}
 
     def _trouble(self, which: int, worker: int, place: int) -> str | None:
@@ -172,9 +172,10 @@ def _draw() -> int:
     return drawn[0]
 
 
-def _handles(batch: Any) -> list[list[int]]:
-    handles = batch[HANDLE]
-    return (handles.values() if handles.is_nested else handles).view(-1, 3).tolist()
+def handles(batch: Any) -> list[list[int]]:
+    """Of a batch's sequences: the pass, the worker and the place in its store."""
+    field = batch[HANDLE]
+    return (field.values() if field.is_nested else field).view(-1, 3).tolist()
 
 
 def _host_copy(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tether.integrations.verl.layout import CountedTokens, Partition
 from tether.integrations.verl.settings import TROLLPolicyLossConfig
 from tether.integrations.verl.store import OldPolicyStore
 from tether.losses import project_tokens
-from tether.ops import linear_log_probs
+from tether.ops import linear_kl, linear_log_probs
 from tether.ops.head import Head
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import SparseLogProbs
@@ -174,6 +174,15 @@ class HiddenView:
         )
         projected = projected.each(lambda values: values[layout.mask])
         return projected, projected.new_log_probs
+
+    def divergence(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Tensor:
+        """KL(new || old) of the tokens over the whole vocabulary, whatever a certificate would say, [n]."""
+        new, old, _, _ = self.policies(rows, tokens, data, fields, None)
+        assert new.weight is not None
+        return linear_kl(
+            new.hidden.flatten(0, 1), new.weight, old.hidden.flatten(0, 1), bias=new.bias,
+            old_weight=old.weight, old_bias=old.bias, temperature=self._temperature,
+        )  # fmt: skip
 
     def policies(
         self,
