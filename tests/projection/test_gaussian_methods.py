@@ -143,3 +143,24 @@ def test_a_singular_covariance_inside_the_bound_is_left_alone() -> None:
     result = project_gaussian(mean, factor, mean, old, 0.05, 0.01, method="frobenius")
     assert torch.equal(result.scale_tril[0], factor[0])
     assert result.cov_projected.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("exponent", [8, 10, 12])
+def test_covariances_whose_digits_cannot_hold_the_bound_are_no_success(exponent: int) -> None:
+    """Their entries are 1e16 and more, of which float64 rounds away more than the bound."""
+    scale = torch.logspace(-exponent, exponent, 4, dtype=F64)
+    old, new = scale[:, None] * random_factor(4, seed=0), scale.flip(0)[:, None] * random_factor(4, seed=1)
+    leaf, mean = torch.stack((new, random_factor(4, seed=1, spread=3))).requires_grad_(), torch.zeros(2, 4)
+    olds = torch.stack((old, random_factor(4, seed=0)))
+    result = project_gaussian(mean.double(), leaf, mean.double(), olds, 0.05, 0.01, method="frobenius")
+    assert result.cov_projected.all()
+    assert result.cov_converged.tolist() == [False, True]
+    assert torch.autograd.grad(result.scale_tril.sum(), leaf)[0].isfinite().all()
+
+
+def test_a_mixture_that_rounding_leaves_without_a_factor_keeps_the_old_covariance() -> None:
+    old = torch.tensor([[[1.0, 0.0], [3.0, 1e-9]]], dtype=F64)
+    new, mean = 2 * old, torch.zeros(1, 2, dtype=F64)
+    result = project_gaussian(mean, new, mean, old, 0.05, 0.01, method="frobenius")
+    assert torch.equal(result.scale_tril, old)
+    assert result.cov_converged.tolist() == [False]

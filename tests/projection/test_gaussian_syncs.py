@@ -38,7 +38,7 @@ OF_CURVE: dict[tuple[str, str], Waits] = {
         (COVARIANCE + "_ProjectFactorByCurve.forward", ROWS): 1,
         (COVARIANCE + "_ProjectFactorByCurve.forward", VALUE): 1,
     },
-    ("full", "frobenius"): {(COVARIANCE + "_project_frobenius", VALUE): 1},
+    ("full", "frobenius"): {},
     ("diagonal", "kl"): {(COVARIANCE + "_ProjectScale.forward", ROWS): 1},
     ("diagonal", "wasserstein"): {(COVARIANCE + "_ProjectScale.forward", ROWS): 1},
     ("diagonal", "frobenius"): {},

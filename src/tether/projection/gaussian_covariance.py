@@ -324,8 +324,13 @@ def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tenso
     # Rows inside the bound are not factored: their covariance may be singular to rounding.
     identity = torch.eye(factor.shape[-1], dtype=old_cov.dtype, device=factor.device)
     moved = torch.where(active[:, None, None], old_cov + step * change, identity)
-    projected = torch.linalg.cholesky(moved).to(factor.dtype)
-    return torch.where(active[:, None, None], projected, factor), distance.detach(), torch.ones_like(active)
+    # Nor are those of which rounding has left no covariance; they keep the old one.
+    failed = torch.linalg.cholesky_ex(moved.detach()).info != 0
+    root = torch.linalg.cholesky_ex(torch.where(failed[:, None, None], identity, moved)).L
+    reached = (root @ root.mT - old_cov).detach().square().sum((-1, -2))
+    projected = torch.where(failed[:, None, None], old.double(), root).to(factor.dtype)
+    output = torch.where(active[:, None, None], projected, factor)
+    return output, distance.detach(), ~active | ~failed & _meets(reached, bound)
 
 
 def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -337,7 +342,8 @@ def _project_frobenius_diagonal(scale: Tensor, old: Tensor, bound: float) -> tup
     step = torch.where(active, step, 0.0)[:, None]
     projected = (old_variance + step * change).sqrt()
     output = torch.where(active[:, None], projected.to(scale.dtype), scale)
-    return output, distance.detach(), torch.ones_like(active)
+    reached = (projected.detach().square() - old_variance).square().sum(-1)
+    return output, distance.detach(), ~active | _meets(reached, bound)
 
 
 def _kl_of_triangle(ratio: Tensor) -> Tensor:
