@@ -197,6 +197,15 @@ def test_each_token_is_held_to_the_bound_of_its_lag() -> None:
         assert torch.allclose(tokens.projected_kl[acted].double(), expected, rtol=1e-9)
 
 
+def test_a_constant_bound_asks_for_no_lag() -> None:
+    mu, new, drawn = _policies(40, top_k=5, moved=1.0)
+    old, mask = _report(mu, drawn, truncated=True), torch.ones_like(drawn)
+    constant = project_tokens(new, old, drawn, mask, kl_bound=LagBound(0.02))
+    number = project_tokens(new, old, drawn, mask, kl_bound=0.02)
+    assert number.projected.any()
+    assert torch.equal(constant.projected_log_probs, number.projected_log_probs)
+
+
 def test_a_sequence_has_one_bound() -> None:
     mu, new, drawn = _policies(40, top_k=5, moved=1.0)
     bounds = torch.tensor([0.02, 0.05, 0.1, 0.02])[:, None]
@@ -230,7 +239,7 @@ def test_what_does_not_go_with_a_sampler_is_refused() -> None:
     mu, new, drawn = _policies(40, top_k=5, moved=1.0)
     old, mask = _report(mu, drawn, truncated=True), torch.ones_like(drawn)
     with pytest.raises(InvalidInputError, match="nothing says how old"):
-        project_tokens(new, old, drawn, mask, kl_bound=LagBound())
+        project_tokens(new, old, drawn, mask, kl_bound=LagBound(0.05, "linear", 1.0))
     with pytest.raises(InvalidInputError, match='Use support="bucket"'):
         project_tokens(new, old, drawn, mask, support="paper")
     with pytest.raises(InvalidInputError, match="sequence 0, position 0: the sampler reported to have drawn"):

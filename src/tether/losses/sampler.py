@@ -114,8 +114,10 @@ def bound_of_tokens(kl_bound: Bound, old: Any, mask: Tensor) -> float | Tensor:
     """A number, or one for each token, [B, T].
 
     Raises:
-        InvalidInputError: a `LagBound` for data whose lag nobody knows, or bounds of another shape.
+        InvalidInputError: a growing `LagBound` for data whose lag nobody knows, or bounds of another shape.
     """
+    if isinstance(kl_bound, LagBound) and kl_bound.growth == "constant":
+        return kl_bound.kl_bound
     if isinstance(kl_bound, LagBound):
         lag = old.lag if isinstance(old, SampledPolicy) else None
         if lag is None:
