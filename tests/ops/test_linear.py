@@ -15,6 +15,7 @@ from torch import Tensor
 from rounding import SUMMED_ANOTHER_WAY, error_of, rounding_of, unit_of
 from tether.errors import InvalidInputError
 from tether.ops import head, linear, linear_log_probs, memory
+from tether.ops.logits import logits_log_probs
 
 INF = math.inf
 
@@ -143,6 +144,18 @@ def test_narrow_ids_do_not_narrow_the_most_likely_ones(dtype: torch.dtype) -> No
     few = linear_log_probs(hidden, weight, torch.ones(3, 1, dtype=dtype), top_k=200)
     assert few.top_ids is not None
     assert torch.equal(few.top_ids.long(), (hidden @ weight.T).topk(200).indices)
+
+
+def test_the_last_byte_is_an_id_and_no_empty_slot() -> None:
+    """-1, which marks those, is 255 in a byte."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (2, 256))
+    ids = torch.tensor([[255], [3]])
+    wanted = linear_log_probs(hidden, weight, ids).log_probs
+    assert wanted.isfinite().all()
+    assert torch.equal(linear_log_probs(hidden, weight, ids.byte()).log_probs, wanted)
+    logits = hidden @ weight.T
+    assert torch.equal(logits_log_probs(logits, ids.byte()), logits_log_probs(logits, ids))
 
 
 def test_top_k_never_exceeds_the_vocabulary_that_can_be_sampled() -> None:

@@ -379,6 +379,18 @@ def test_an_old_policy_in_float32_keeps_its_digits_beside_a_new_one_in_half_prec
     assert torch.allclose(mixed.kl.double(), exact.kl, rtol=1e-3, atol=1e-6)
 
 
+def test_the_gradient_reaches_the_last_byte() -> None:
+    """-1, which marks empty slots, is 255 in a byte."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (2, 256))
+    hidden.requires_grad_()
+    ids, gradients = torch.tensor([255, 3]), []
+    for given in (ids, ids.byte()):
+        result = linear_trust_region(hidden, weight, given, hidden, kl_bound=0.05)
+        gradients.append(torch.autograd.grad(result.projected_log_probs.sum(), hidden)[0])
+    assert torch.equal(*gradients)
+
+
 def test_without_a_bound_nothing_is_projected() -> None:
     batch = _make("plain")
     result = batch.ours(kl_bound=math.inf)

@@ -123,3 +123,15 @@ def test_an_id_outside_the_whole_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"\[0, 40\).*found 40"):
         vocabulary_parallel.linear_log_probs(hidden, weight, ids, shard=shard)
     assert torch.isfinite(hidden).all()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_ids_may_be_narrower_than_the_vocabulary() -> None:
+    """A number that the type does not hold wraps where it is compared with: every id was impossible."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 2, generator=generator) for n in (2, 40_000))
+    ids, shard = torch.tensor([[7], [32_767]]), VocabularyShard(dist.group.WORLD, 0, 40_000)
+    wide = vocabulary_parallel.linear_log_probs(hidden, weight, ids, shard=shard)
+    narrow = vocabulary_parallel.linear_log_probs(hidden, weight, ids.short(), shard=shard)
+    assert wide.log_probs.isfinite().all()
+    assert torch.equal(narrow.log_probs, wide.log_probs)

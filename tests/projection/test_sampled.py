@@ -91,6 +91,28 @@ def test_drawn_tokens_alone_are_a_report() -> None:
     assert torch.allclose(alone.support.log_tail.exp(), 1 - report.own.exp())
 
 
+@pytest.mark.parametrize("vocabulary_size", [None, 50_000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_ids_may_be_of_any_integer_type(dtype: torch.dtype, vocabulary_size: int | None) -> None:
+    """A number that the type does not hold wraps where it is compared with."""
+    report = Report()
+    wanted = report.policy(vocabulary_size=vocabulary_size)
+    for narrow in (
+        {"sampled_ids": report.sampled.to(dtype)},
+        {"ids": report.ids.to(dtype)},
+        {"sampled_ids": report.sampled.to(dtype), "ids": report.ids.to(dtype)},
+    ):
+        found = report.policy(vocabulary_size=vocabulary_size, **narrow)
+        assert torch.equal(found.support.ids, wanted.support.ids)
+        assert torch.equal(found.log_probs, wanted.log_probs)
+
+
+def test_drawn_ids_that_are_no_integers_are_refused() -> None:
+    report = Report()
+    with pytest.raises(InvalidInputError, match="sampled_ids and ids must be integers"):
+        report.policy(sampled_ids=report.sampled.float())
+
+
 def test_where_sampling_was_truncated_the_reported_set_is_the_policy() -> None:
     report = Report(top_k=4)  # reports six ids, two of which cannot be drawn
     policy = report.policy(truncated=True)

@@ -334,6 +334,17 @@ def test_the_papers_tail_by_hand() -> None:
     np.testing.assert_allclose(projected.log_probs.log_probs[0, :3].exp(), np.exp(expected), rtol=1e-8)
 
 
+def test_the_papers_union_holds_the_last_id_of_a_narrow_type() -> None:
+    ids, log_probs = torch.tensor([[127, 3]]), torch.tensor([[0.6, 0.4]]).log()
+    nothing = torch.tensor([-INF])
+    few = {t: SparseLogProbs(ids.to(t), log_probs, nothing) for t in (torch.int8, torch.int64)}
+    wanted, found = (
+        project_sparse(few[t], few[t], 0.05, support="paper").log_probs for t in (torch.int64, torch.int8)
+    )
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.log_probs, wanted.log_probs)
+
+
 def test_paper_gradients_equal_finite_differences() -> None:
     new, old = _logits(5, 9, 1.0)
     few_old = SparseLogProbs.from_logits(old, 3)

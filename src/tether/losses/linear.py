@@ -14,7 +14,7 @@ from tether.errors import InvalidInputError
 from tether.losses.base import PolicyLoss
 from tether.losses.project import Policy, check_shapes, project_tokens
 from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
-from tether.ops.checks import check_ids, check_vocabulary_size
+from tether.ops.checks import check_ids, check_vocabulary_size, signed
 from tether.ops.one_pass import (
     WithGradients,
     blocks_of,
@@ -154,7 +154,7 @@ class _Rows:
         # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
         at = counted.nonzero(as_tuple=True)
         self.new = replace(new, hidden=new.hidden[at])
-        self.ids = ids[at]
+        self.ids = signed(ids)[at]
         self.count = self.ids.shape[0]
         assert new.weight is not None
         check_heads(self.new.hidden, new.weight, new.bias, old if isinstance(old, HiddenStates) else self.new)

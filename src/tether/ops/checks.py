@@ -65,3 +65,8 @@ def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY, name: str = 
         raise InvalidInputError(
             f"{name} must lie in [0, {vocabulary}){empty}; found {least if least < lowest else most}."
         )
+
+
+def signed(ids: Tensor) -> Tensor:
+    """The ids in a type that has the empty slot's -1: in a byte, that is 255."""
+    return ids if ids.dtype.is_signed else ids.long()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tether.ops import rows as plain_rows
-from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
+from tether.ops.checks import check_gather, check_ids, check_vocabulary_size, signed
 from tether.ops.head import Head, HeadGradients
 from tether.ops.memory import KEPT, WORKSPACE, tokens_at_a_time
 from tether.ops.rows import Reduced, Upstream, gather_upstream
@@ -112,6 +112,7 @@ def linear_log_probs(
     check_gather(hidden, weight, bias, ids, top_k)
     check_vocabulary_size(vocabulary_size, weight.shape[0])
     check_ids(ids, weight.shape[0])
+    ids = signed(ids)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     found = evaluate(hidden, weight, bias, ids, top_k, head, backend, with_min)
     log_sum = found.largest + found.log_total

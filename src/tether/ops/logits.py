@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops.checks import check_ids
+from tether.ops.checks import check_ids, signed
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.ops.top_k import top_k_by_groups
 from tether.projection.first_derivative import first_derivative
@@ -55,6 +55,7 @@ def logits_log_probs(
         [[-0.408, -2.408], [-1.099, -inf]]
     """
     _check(logits, ids, rows, shard)
+    ids = signed(ids)
     with torch.autocast(logits.device.type, enabled=False):
         return _LogitsLogProbs.apply(logits, ids, rows, shard)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops import dense_rows
+from tether.ops.checks import signed
 from tether.ops.dense_rows import ProjectedUpstream
 from tether.ops.head import Head, HeadGradients
 from tether.ops.hidden_states import HiddenStates
@@ -113,6 +114,7 @@ def linear_trust_region(
     old = HiddenStates(old_hidden.detach(), old_weight, old_bias, old_support)
     check_pair(hidden, weight, bias, ids, old, sequences, vocabulary_size)
     check_kl_bound(kl_bound)
+    ids = signed(ids)
     head = Head(temperature, logit_scale, softcap, vocabulary_size, weights_at_hand)
     with torch.autocast(hidden.device.type, enabled=False):
         kernels = use_triton(backend, hidden)

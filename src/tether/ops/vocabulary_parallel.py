@@ -81,11 +81,13 @@ def linear_log_probs(
     """
     columns, end = weight.shape[0], shard.vocabulary_size if vocabulary_size is None else vocabulary_size
     real = min(max(end - shard.start, 0), columns)
-    held = (ids >= shard.start) & (ids < shard.start + columns)
-    own_ids = torch.where(held, ids - shard.start, EMPTY)
     check_gather(hidden, weight, bias, ids, top_k)
     _check_shard(columns, shard, end)
     check_ids(ids, shard.vocabulary_size)
+    # A narrow type cannot be compared with the ids of a vocabulary that it does not hold.
+    given, ids = ids.dtype, ids.long()
+    held = (ids >= shard.start) & (ids < shard.start + columns)
+    own_ids = torch.where(held, ids - shard.start, EMPTY)
     # A shard of padding alone counts its first row, and its numbers are thrown away.
     head = Head(temperature, logit_scale, softcap, max(real, 1), nullcontext)
     add_up = functools.partial(dist.all_reduce, group=shard.group)
@@ -100,7 +102,7 @@ def linear_log_probs(
         top_ids, top = None, None
         if top_k:
             top_ids, top = _merge_top_k(own, log_mass, alive, real, min(top_k, end), shard)
-            top_ids, top = top_ids.to(wide_enough(ids.dtype, shard.vocabulary_size)), top - log_total[:, None]
+            top_ids, top = top_ids.to(wide_enough(given, shard.vocabulary_size)), top - log_total[:, None]
     return LinearLogProbs(
         log_probs=torch.where(possible, gathered, -torch.inf),
         log_sum_exp=largest + log_total,

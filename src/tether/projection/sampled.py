@@ -90,6 +90,8 @@ class SampledPolicy:
                 that does not hold it or not all of the mass.
         """
         _check_shapes(sampled_ids, ids, log_probs, mask, sampled_log_probs)
+        # A narrow type cannot be compared with the ids of a vocabulary that it does not hold.
+        sampled_ids, ids = sampled_ids.long(), ids.long()
         if not ids.shape[-1] and sampled_log_probs is not None:  # the drawn tokens are all that is known
             ids, log_probs = sampled_ids[..., None], sampled_log_probs[..., None]
         counted = mask > 0
@@ -100,7 +102,7 @@ class SampledPolicy:
         given = (ids != EMPTY) & counted[..., None]
         held = given & (log_probs.float().exp() > 0)
         log_tail_min = _least(log_tail_min, log_probs, given & ~held)
-        ids = torch.where(held, ids, EMPTY).long()
+        ids = torch.where(held, ids, EMPTY)
         log_probs = torch.where(held, log_probs, -torch.inf)
         drawn = sampled_ids, sampled_log_probs
         ids, log_probs = _with_sampled(ids, log_probs, *drawn, counted, truncated, precision)
@@ -231,9 +233,11 @@ def _check_shapes(
             f"sampled_log_probs [B, T] or none, got {tokens}, {tuple(mask.shape)}, {tuple(ids.shape)}, "
             f"{tuple(log_probs.shape)} and {own or 'none'}."
         )
-    if ids.is_floating_point() or not log_probs.is_floating_point():
+    floating = [values.is_floating_point() for values in (sampled_ids, ids, log_probs)]
+    if floating != [False, False, True]:
         raise InvalidInputError(
-            f"ids must be integers and log_probs floating point, got {ids.dtype} and {log_probs.dtype}."
+            "sampled_ids and ids must be integers and log_probs floating point, got "
+            f"{sampled_ids.dtype}, {ids.dtype} and {log_probs.dtype}."
         )
 
 

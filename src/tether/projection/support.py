@@ -76,7 +76,7 @@ def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
 
 def union_of_ids(first: Tensor, second: Tensor) -> Tensor:
     """Every id of either side once, [..., K1 + K2], sorted, empty slots last."""
-    both = torch.cat((first, second.to(first.dtype)), -1)
+    both = torch.cat((first.long(), second.long()), -1)  # whose largest number is no id
     last = torch.iinfo(both.dtype).max
     both = torch.where(both == EMPTY, last, both).sort(-1).values
     repeated = torch.zeros_like(both, dtype=torch.bool)
