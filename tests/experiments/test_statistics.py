@@ -18,6 +18,7 @@ from tether.experiments.statistics import (
     improvement_interval,
     interquartile_mean,
     mean_curve,
+    permutation_p_value,
     proportion_interval,
 )
 
@@ -93,6 +94,23 @@ def test_proportion_interval_equals_scipys_wilson(successes: int, count: int) ->
     ours = proportion_interval(successes / count, count, level=0.9)
     theirs = scipy.stats.binomtest(successes, count).proportion_ci(0.9, method="wilson")
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_proportion_intervals_hold_what_they_are_of() -> None:
+    every = [proportion_interval(share, count) for share in (0.0, 0.5, 1.0) for count in range(1, 500)]
+    assert all(one.low <= one.value <= one.high for one in every)
+
+
+def test_a_sampled_p_value_is_the_same_in_any_order_of_runs_and_methods() -> None:
+    rng = np.random.default_rng(0)
+    scores, other = rng.normal(0.7, 0.1, 9), rng.normal(0.6, 0.1, 12)  # 293,930 ways to deal them out
+    orders = [(rng.permutation(scores), rng.permutation(other)) for _ in range(4)]
+    values = {permutation_p_value(*pair) for pair in [*orders, *((b, a) for a, b in orders)]}
+    assert len(values) == 1
+    exact = scipy.stats.permutation_test(
+        (scores, other), lambda a, b, axis: a.mean(axis) - b.mean(axis), n_resamples=np.inf, vectorized=True
+    ).pvalue
+    assert values.pop() == pytest.approx(exact, abs=0.005)
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)

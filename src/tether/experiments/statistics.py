@@ -148,7 +148,10 @@ def proportion_interval(proportion: float, count: int, *, level: float = 0.95) -
     shrink = 1.0 + z * z / count
     centre = (proportion + z * z / (2 * count)) / shrink
     half = z / shrink * (proportion * (1 - proportion) / count + z * z / (4 * count * count)) ** 0.5
-    return Interval(proportion, max(centre - half, 0.0), min(centre + half, 1.0), level)
+    # At 0 and 1 the limit is the proportion itself, which rounding must not leave outside.
+    return Interval(
+        proportion, max(min(centre - half, proportion), 0.0), min(max(centre + half, proportion), 1.0), level
+    )
 
 
 def improvement_interval(
@@ -181,7 +184,8 @@ def permutation_p_value(
 
     Exact where there are at most ``resamples`` ways to deal out the runs (up to 8 against 8); otherwise from
     that many random ones. It assumes no distribution and holds for few runs, where a bootstrap interval is
-    too narrow: five runs against five can reach .008, three against three never less than .1.
+    too narrow: five runs against five can reach .008, three against three never less than .1. Which method is
+    named first, and in which order its runs are, changes nothing.
 
     Source: Fisher's randomisation test; the sampled form as in Phipson and Smyth (arXiv 1603.05766). Scipy's
     permutation_test refuses methods with a single run.
@@ -192,8 +196,8 @@ def permutation_p_value(
     >>> permutation_p_value([5.0, 6.0, 7.0], [1.0, 2.0, 3.0])  # 2 of 20 ways
     0.1
     """
-    left, right = _finite(scores, "scores"), _finite(other, "other scores")
-    together = np.concatenate([left, right])
+    left, right = sorted((_finite(scores, "scores"), _finite(other, "other scores")), key=len)
+    together = np.sort(np.concatenate([left, right]))  # else the random arrangements hang on the order
     total, count = together.sum(), len(left)
 
     def difference(sums: Array) -> Array:
