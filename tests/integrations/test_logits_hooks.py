@@ -17,6 +17,7 @@ from tether.integrations.logits_hooks import (
 )
 from tether.losses import troll
 from tether.projection import SparseLogProbs
+from tether.projection.compact import CompactLogProbs
 
 LENGTHS = [4, 1, 6]
 
@@ -89,6 +90,24 @@ def test_losses_and_gradient_are_those_of_the_reference(
     unknown = {"certified", "uncertain"} if top_k is None else set()  # a dense reference has no tail to prove
     for name in metrics.keys() - unknown:
         torch.testing.assert_close(metrics[name], expected.metrics[name], atol=1e-10, rtol=1e-9)
+
+
+def test_the_papers_projection_is_the_same_of_an_old_policy_that_was_packed() -> None:
+    """Packing drops the columns that no token fills, and the new policy's ids are not fewer for it."""
+    case = Case()
+    old = record_old_policy(case.old, case.sampled, top_k=12, mass=0.6, rows=case.rows)
+    packed = CompactLogProbs.pack(old).unpack()
+    assert packed.ids.shape[-1] < 10
+    as_recorded, unpacked = (
+        project_on_old_policy(
+            case.new, case.sampled, side, support="paper", top_k=12, mass=0.999, kl_bound=0.02, rows=case.rows
+        )
+        for side in (old, packed)
+    )
+    torch.testing.assert_close(unpacked.kl, as_recorded.kl, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        unpacked.projected_log_probs, as_recorded.projected_log_probs, atol=1e-6, rtol=0
+    )
 
 
 def test_the_unchanged_policy_has_ratio_one_and_the_plain_gradient() -> None:

@@ -71,6 +71,7 @@ def project_on_old_policy(
     *,
     kl_bound: float = TROLLSettings.kl_bound,
     support: SparseSupport = "bucket",
+    top_k: int | None = None,
     mass: float = TROLLSettings.mass,
     rows: Tensor | None = None,
     shard: VocabularyShard | None = None,
@@ -86,7 +87,9 @@ def project_on_old_policy(
         kl_bound: in nats a token; `math.inf` switches the trust region off.
         support: what stands for ids outside the old support: "bucket", one outcome with their exact
             mass; or "paper", the TROLL paper's fixed probability on the union of both policies' ids.
-        mass: with "paper" only, the share of probability kept of the new policy.
+        top_k, mass: with "paper" only, the ids kept of the new policy, as `record_old_policy` keeps the old
+            one's. Give its `top_k` where `old` was packed in between, which drops the columns that these
+            tokens leave empty; by default there are as many as `old` has, but for the sampled one.
         sequence_lengths: bound the mean divergence over each sequence instead of each token's: how many of
             the N tokens, which lie one after the other, belong to each sequence, [B] integer.
 
@@ -115,7 +118,8 @@ def project_on_old_policy(
         )
     _check_rows(logits, sampled_ids, rows, shard)
     if support == "paper":
-        top = logits_top_ids(logits, max(1, old.ids.shape[-1] - 1), rows=rows, shard=shard)
+        kept = max(1, old.ids.shape[-1] - 1) if top_k is None else top_k
+        top = logits_top_ids(logits, kept, rows=rows, shard=shard)
         log_probs, new = _sparse(logits, sampled_ids, top, mass, rows, shard)
     else:
         wanted = torch.cat((sampled_ids[:, None], old.ids.to(sampled_ids.dtype)), -1)

@@ -25,6 +25,7 @@ from tether.losses import project_tokens
 from tether.ops import linear_kl, linear_log_probs
 from tether.ops.head import Head
 from tether.ops.hidden_states import HiddenStates
+from tether.ops.logits import logits_log_probs
 from tether.projection import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens
 
@@ -95,18 +96,24 @@ class LogitsView:
 
     def project(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Projected:
         """See `View`."""
+        shard = self._partition.vocabulary(rows.shape[-1])
         projected = project_on_old_policy(
             rows[0],
             tokens.sampled_ids,
             carrier.unpack(fields, data["response_mask"])[tokens.index],
             kl_bound=self._settings.troll_kl_bound,
             support=self._settings.troll_support,  # type: ignore[arg-type]
+            top_k=self._settings.troll_top_k,
             mass=self._settings.troll_mass,
             rows=tokens.rows,
-            shard=self._partition.vocabulary(rows.shape[-1]),
+            shard=shard,
             sequence_lengths=sequence_lengths(self._settings, self._partition, tokens),
         )
-        return projected, projected.new_log_probs
+        if self._settings.troll_support != "paper":
+            return projected, projected.new_log_probs
+        # The paper's are renormalised on the ids kept, and the rest of verl's loss is of the network itself.
+        whole = logits_log_probs(rows[0], tokens.sampled_ids[:, None], rows=tokens.rows, shard=shard)
+        return projected, whole[:, 0]
 
 
 class HiddenView:
