@@ -194,17 +194,15 @@ class EstimatorTrainer(ResumableTrainer):
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
         if self.estimator is not None:
-            folder = self._checkpoint_folder(trial)
-            folder.mkdir(parents=True, exist_ok=True)
             self.estimator.save(folder)
-        super()._save_checkpoint(model, trial)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.estimator is not None and checkpoint is not None:
-            self.estimator.load(Path(checkpoint))
+    def _load_beside(self, folder: Path) -> None:
+        super()._load_beside(folder)
+        if self.estimator is not None:
+            self.estimator.load(folder)
 
 
 def rewards_at_the_end(rewards: Tensor, response_mask: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ from tether.errors import CheckpointError, ConfigError, replaced
 from tether.integrations.packing import Packing
 from tether.integrations.trl_advantages import Estimator, rewards_at_the_end
 from tether.integrations.trl_old_policy import loss_mask
+from tether.integrations.trl_resume import write_tensors
 from tether.losses import value_clip
 
 # isort: split
 from accelerate.utils import is_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 _CRITIC_FILE = "critic.safetensors"
 _OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -192,14 +193,13 @@ class Critic(Estimator):
 
     def save(self, folder: Path) -> None:
         """The weights and the optimizer's state, as plain tensors."""
-        weights = {name: tensor.detach().contiguous() for name, tensor in self.model.state_dict().items()}
-        save_file(weights, folder / _CRITIC_FILE)
-        save_file(self._optimizer_tensors(), folder / _OPTIMIZER_FILE)
+        write_tensors(folder / _CRITIC_FILE, dict(self.model.state_dict()))
+        write_tensors(folder / _OPTIMIZER_FILE, self._optimizer_tensors())
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter and name: plain tensors, so that no pickle is needed."""
         return {
-            f"{parameter}/{name}": value.detach().contiguous()
+            f"{parameter}/{name}": value.detach()
             for parameter, tensor in self.model.named_parameters()
             for name, value in self.optimizer.state.get(tensor, {}).items()
         }

@@ -88,16 +88,16 @@ class StoppableTrainer(EstimatorTrainer):
                     parameter.grad = None
         return loss
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
         if self.kl_stop is not None and self.args.should_save:
-            atomic_write_json(self._checkpoint_folder(trial) / _STATE_FILE, {"stopped": self._stopped})
-        super()._save_checkpoint(model, trial)
+            atomic_write_json(folder / _STATE_FILE, {"stopped": self._stopped})
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.kl_stop is None:
+    def _load_beside(self, folder: Path) -> None:
+        super()._load_beside(folder)
+        if self.kl_stop is None:
             return
-        file = Path(checkpoint) / _STATE_FILE
+        file = folder / _STATE_FILE
         state = load_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
         # Matters inside a batch alone: the next one begins anew.
         self._stopped = bool(state.get("stopped", False))

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tether.errors import CheckpointError, ConfigError
 from tether.integrations.trl_kl_stop import StoppableTrainer
+from tether.integrations.trl_resume import write_tensors
 
 
 class LaggedTrainer(StoppableTrainer):
@@ -138,29 +138,24 @@ class LaggedTrainer(StoppableTrainer):
         for name, parameter in self._trained().items():
             parameter.data = weights[name]
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.lag and not self.args.save_only_model:
-            folder = self._checkpoint_folder(trial)
-            folder.mkdir(parents=True, exist_ok=True)
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
+        if self.lag:
             tensors = {
-                f"{version}/{name}": weight.contiguous()
+                f"{version}/{name}": weight
                 for version, weights in self._versions.items()
                 for name, weight in weights.items()
             }
-            file = self._versions_file(folder)
-            unfinished = file.with_name(file.name + ".tmp")
-            save_file(tensors, unfinished)
-            unfinished.replace(file)
-        super()._save_checkpoint(model, trial)
+            write_tensors(self._versions_file(folder), tensors)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self.lag:
+    def _load_beside(self, folder: Path) -> None:
+        super()._load_beside(folder)
+        if not self.lag:
             return
-        file = self._versions_file(Path(checkpoint))
+        file = self._versions_file(folder)
         if not file.is_file():
             raise CheckpointError(
-                f"The checkpoint {checkpoint} has no {file.name} with the weights that sample: it was "
+                f"The checkpoint {folder} has no {file.name} with the weights that sample: it was "
                 "written with "
                 "lag=0. Continue with the same lag, or begin a new run."
             )

@@ -83,31 +83,36 @@ class ResumableTrainer(FittedTrainer):
         self._step, self._buffered_inputs = 0, None
         return super().train(*args, **kwargs)
 
-    def _checkpoint_folder(self, trial: Any) -> Path:
-        return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # First, so that a checkpoint that TRL has finished is whole.
-        inside = self._step % self._micro_batches_a_rollout
-        if inside and self._buffered_inputs is not None and not self.args.save_only_model:
-            folder = self._checkpoint_folder(trial)
-            batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
-            save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
-        if self._follows and not (self.args.save_only_model or self.is_deepspeed_enabled):
-            _write(_file(self._checkpoint_folder(trial), self, _REFERENCE), self._reference_weights())
+        if not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save_beside(folder)  # first, so that a checkpoint that TRL has finished is whole
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
-        if checkpoint is None:
-            return
-        self._skip_drawn_epochs(Path(checkpoint))
+        if self.resumed_from is not None:
+            self._load_beside(self.resumed_from)
+
+    def _save_beside(self, folder: Path) -> None:
+        """Add to a checkpoint what a resumed run needs and TRL does not write; each class its own."""
+        inside = self._step % self._micro_batches_a_rollout
+        if inside and self._buffered_inputs is not None:
+            batch = RolloutBatch([pack(b) for b in self._buffered_inputs], self._old_head, self._step)
+            save_rollouts(_file(folder, self), batch, self._settings_of_rollouts())
+        if self._follows and not self.is_deepspeed_enabled:
+            write_tensors(_file(folder, self, _REFERENCE), self._reference_weights())
+
+    def _load_beside(self, folder: Path) -> None:
+        """Go on with what `_save_beside` wrote."""
+        self._skip_drawn_epochs(folder)
         if self._follows:
-            self._take_up_reference(Path(checkpoint))
-        file = _file(Path(checkpoint), self)
+            self._take_up_reference(folder)
+        file = _file(folder, self)
         if not file.is_file():
-            self._refuse_inside_a_batch(Path(checkpoint))
+            self._refuse_inside_a_batch(folder)
             return
         batch = load_rollouts(
             file, self._settings_of_rollouts(), self.accelerator.device, self._head_parameters()
@@ -205,10 +210,11 @@ def save_rollouts(file: Path, batch: RolloutBatch, settings: dict[str, int]) -> 
         return
     # Clones, because micro-batches are slices that share memory.
     whole = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    _write(file, whole, {"rollouts": notes})
+    write_tensors(file, whole, {"rollouts": notes})
 
 
-def _write(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+    """A file of tensors under its name once it is whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".tmp")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -21,12 +21,12 @@ from tether.errors import CheckpointError, ConfigError, InvalidInputError
 from tether.integrations.exact_head import HeadSnapshot, OldTokens
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import HIDDEN, loss_mask, old_support, unpack
-from tether.integrations.trl_resume import as_sharded
+from tether.integrations.trl_resume import as_sharded, write_tensors
 from tether.step_back import StepBack
 from tether.step_back_search import PASSES, Statistic, check_step_back
 
 # isort: split
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -139,12 +139,8 @@ class StepBackCallback(TrainerCallback):
 
     def save(self, folder: Path) -> None:
         """A checkpoint inside a batch holds the weights that sampled it."""
-        if self._trainer.state.global_step % self._updates and not self._trainer.args.save_only_model:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = self._file(folder)
-            unfinished = file.with_name(file.name + ".tmp")
-            save_file(self._at_work.state_dict(), unfinished)
-            unfinished.replace(file)
+        if self._trainer.state.global_step % self._updates:
+            write_tensors(self._file(folder), self._at_work.state_dict())
 
     @property
     def _at_work(self) -> StepBack:

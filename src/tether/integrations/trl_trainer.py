@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -346,10 +347,10 @@ class OldPolicyTrainer(ReportingTrainer):
             for name, mean in lag_metrics(self.accelerator, tokens, self._lag(inputs), mask).items():
                 sink[f"trust_region/{name}"].append(mean)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
         if self._step_back is not None:
-            self._step_back.save(self._checkpoint_folder(trial))
-        super()._save_checkpoint(model, trial)
+            self._step_back.save(folder)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As TRL's, which averages over micro-batches."""
