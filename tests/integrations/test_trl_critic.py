@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tiny_language_model import largest_difference, make_tiny_model
 from trl import GRPOConfig
 
 from tether.advantages import gae, whiten
-from tether.errors import CheckpointError, ConfigError
+from tether.errors import CheckpointError, ConfigError, TrainingStoppedError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_advantages import rewards_at_the_end
 from tether.integrations.trl_critic import CriticOptions, ValueModel, explained_variance
@@ -104,20 +106,46 @@ def test_values_come_to_predict_what_the_prompt_tells(make_trainer: Callable[...
     assert sum(explained[-4:]) / 4 > 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*suppress_tokens")
 def test_accumulated_micro_batches_are_one_update_of_the_critic(train: Callable[..., Any]) -> None:
-    """Up to the token mean, which is taken within a micro-batch, so responses must all be of one length."""
-    settings = {"max_steps": 1, "max_completion_length": 3, "generation_kwargs": {"suppress_tokens": [28]}}
+    """Whatever the lengths of the responses in each: the mean is over the update's tokens."""
+    settings = {"max_steps": 2, "learning_rate": 1e-6}  # the second begins with a head that is not zero
     whole = train(OldPolicyTrainer, GRPOConfig, **with_critic(), steps_per_generation=2, **settings)
     parts = train(
-        OldPolicyTrainer, GRPOConfig, **with_critic(), gradient_accumulation_steps=2,
-        per_device_train_batch_size=4, steps_per_generation=4, **settings,
+        OldPolicyTrainer, GRPOConfig, **with_critic(), gradient_accumulation_steps=4,
+        per_device_train_batch_size=2, steps_per_generation=8, **settings,
     )  # fmt: skip
     assert whole.estimator.model.head.bias.item() != 0
-    for name, value in whole.estimator.model.head.named_parameters():
-        torch.testing.assert_close(
-            dict(parts.estimator.model.head.named_parameters())[name], value, atol=1e-6, rtol=1e-4
-        )
+    norms = [[row["critic/grad_norm"] for row in t.state.log_history[:2]] for t in (parts, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for ours, theirs in zip(
+        parts.estimator.model.parameters(), whole.estimator.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_reaches_neither_critic_nor_policy(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = make_trainer(TROLLTrainer, TROLLConfig, **with_critic(learning_rate=0.5), **LEARNING)
+    trainer.estimator.model.head.weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(TrainingStoppedError, match=r"critic's gradient is NaN.*learning_rate \(0\.5\)"):
+        trainer.train()
+    assert not any(parameter.any() for parameter in trainer.estimator.model.head.parameters())
+    assert largest_difference(trainer.model, make_tiny_model()) == 0
+
+
+def test_a_critic_goes_on_learning_where_kl_stop_has_ended_the_policys_updates(
+    make_trainer: Callable[..., Any],
+) -> None:
+    arguments = with_critic()
+    arguments["trainer_arguments"]["kl_stop"] = 1e-9
+    trainer = make_trainer(OldPolicyTrainer, GRPOConfig, **arguments, **{**LEARNING, "max_steps": 4})
+    heads: list[torch.Tensor] = []
+    trainer.on_tokens = lambda *_: heads.append(trainer.estimator.model.head.weight.detach().clone())
+    trainer.train()
+    stopped = [row["trust_region/stopped"] for row in trainer.state.log_history if "loss" in row]
+    assert stopped == [0, 1, 1, 1]
+    assert all((after - before).abs().max() > 0 for before, after in itertools.pairwise(heads))
 
 
 def test_a_resumed_run_is_the_same_run_bit_for_bit(make_trainer: Callable[..., Any], tmp_path: Path) -> None:

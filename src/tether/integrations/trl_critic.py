@@ -9,6 +9,7 @@ with a critic.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tether.advantages import gae, whiten
-from tether.errors import CheckpointError, ConfigError, replaced
+from tether.errors import CheckpointError, ConfigError, TrainingStoppedError, replaced
 from tether.integrations.packing import Packing
 from tether.integrations.trl_advantages import Estimator, rewards_at_the_end
 from tether.integrations.trl_old_policy import loss_mask
@@ -42,11 +43,15 @@ class CriticOptions:
     before learning from them: 1 is perfect, 0 no better than a constant), `critic/clipped` and
     `critic/grad_norm`. Checkpoints hold the critic and its optimizer; a resumed run goes on bit for bit.
 
+    Its loss is the mean over an update's tokens, however many micro-batches these come in. It goes on
+    learning from a batch on which `kl_stop` has ended the policy's updates.
+
     One process only, since the critic is no part of what DDP or FSDP wraps, and models of text.
 
     Raises:
         ConfigError: a value out of range, several processes, or a model that reads more than text.
         CheckpointError: on resuming from a checkpoint without a critic.
+        TrainingStoppedError: a gradient of the critic that is NaN or infinite, before it is used.
 
     Source: PPO (arXiv 1707.06347), GAE (arXiv 1506.02438).
 
@@ -144,6 +149,8 @@ class Critic(Estimator):
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
+        #: Tokens of the update's micro-batches so far.
+        self._tokens = torch.zeros((), device=trainer.accelerator.device)
 
     def advantages(self, trainer: Any, rewards: Tensor, output: dict[str, Any]) -> Tensor:
         """GAE with the values before learning from this batch."""
@@ -178,18 +185,33 @@ class Critic(Estimator):
 
     def learn(self, trainer: Any, inputs: dict[str, Any]) -> None:
         """A micro-batch towards the returns; a step of the optimizer where the policy makes one."""
+        mask = loss_mask(inputs)
         result = value_clip(
-            self._values(trainer, inputs), inputs["old_values"], inputs["returns"], loss_mask(inputs),
+            self._values(trainer, inputs), inputs["old_values"], inputs["returns"], mask,
             clip_range=self.options.clip_range,
         )  # fmt: skip
-        (result.loss / trainer.current_gradient_accumulation_steps).backward()
+        tokens = mask.sum()
+        (result.loss * tokens).backward()  # a sum, whose mean is over the whole update
+        self._tokens += tokens
         _log(trainer, "value_loss", result.loss)
         _log(trainer, "clipped", result.metrics["clipped"])
         if trainer.accelerator.sync_gradients:  # the last micro-batch of an update
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
-            _log(trainer, "grad_norm", norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update(trainer)
+
+    def _update(self, trainer: Any) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self._tokens.clamp_min(1)
+        self._tokens.zero_()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
+        if not math.isfinite(_log(trainer, "grad_norm", norm)):
+            raise TrainingStoppedError(
+                "The critic's gradient is NaN or infinite; neither it nor the policy was updated. Lower the "
+                f"critic's learning_rate ({self.options.learning_rate!r}) or max_grad_norm "
+                f"({self.options.max_grad_norm!r})."
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:
         """The weights and the optimizer's state, as plain tensors."""
@@ -223,8 +245,10 @@ class Critic(Estimator):
             self.optimizer.state[tensor] = own
 
 
-def _log(trainer: Any, name: str, value: Tensor) -> None:
-    trainer._metrics["train"][f"critic/{name}"].append(float(value.detach()))
+def _log(trainer: Any, name: str, value: Tensor) -> float:
+    number = float(value.detach())
+    trainer._metrics["train"][f"critic/{name}"].append(number)
+    return number
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:

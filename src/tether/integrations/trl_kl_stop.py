@@ -21,15 +21,17 @@ class StoppableTrainer(EstimatorTrainer):
     """`GRPOTrainer` with a budget of KL(new || old) a batch of rollouts, if it is given one: `kl_stop`.
 
     An update whose tokens' mean KL is above it, and the rest of its batch's, leave the weights and the
-    optimizer's moments as they are. The KL is that of `trust_region/kl_mean`, which holds lower bounds for
-    tokens compared on their likeliest ids alone (TROLL's certified, all of a rival's): it never stops too
-    early, and late by what moved among the other ids. Logs `trust_region/stopped`, 1 where an update was
-    skipped; a checkpoint holds whether the rest of its batch is.
+    optimizer's moments as they are; a critic (`estimator=CriticOptions()`) goes on learning from the batch.
+    The KL is that of `trust_region/kl_mean`, which holds lower bounds for tokens compared on their likeliest
+    ids alone (TROLL's certified, all of a rival's): it never stops too early, and late by what moved among
+    the other ids. Logs `trust_region/stopped`, 1 where an update was skipped; a checkpoint holds whether the
+    rest of its batch is.
 
     Raises:
         ConfigError: not a positive number, updates that span batches, DeepSpeed, or fp16.
 
-    Source: early stopping as in PPO's implementation of OpenAI Spinning Up; for TROLL not in the paper.
+    Source: early stopping as in PPO's implementation of OpenAI Spinning Up, where too the critic
+        goes on; for TROLL not in the paper.
     """
 
     def __init__(self, *args: Any, kl_stop: float | None = None, **kwargs: Any) -> None:

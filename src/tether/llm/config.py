@@ -55,7 +55,8 @@ class TrainConfig:
     """How advantages are estimated and the loss is averaged: --estimator NAME. gspo has one ratio a sequence,
     ppo a critic; most others are functions of the rewards."""
     kl_stop: float | None = None
-    """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this."""
+    """Skip the rest of a batch's updates once the network's mean KL(new || old) exceeds this; a critic makes
+    its own all the same."""
     step_back: float | None = None
     """After a batch's updates, take the network back along the line to the weights that sampled, until its
     measured KL(new || old) on the batch is within this many nats."""

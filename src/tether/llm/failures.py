@@ -114,7 +114,7 @@ def cause_of(error: Exception) -> Cause | None:
     ('disk', None)
     """
     text = str(error)
-    if isinstance(error, NotFiniteError) or _NUMBER_TEXT in text:
+    if isinstance(error, NotFiniteError | TrainingStoppedError) or _NUMBER_TEXT in text:  # policy, critic
         return "numbers"
     if isinstance(error, EngineError):
         return "engine"
