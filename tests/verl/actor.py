@@ -37,6 +37,8 @@ from tether.integrations.verl.engines import TROLLEngineMixin
 
 VOCABULARY = 61
 
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
 
 def save_tiny_model(
     folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY, width: int = 32

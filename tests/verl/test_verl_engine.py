@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from actor import (
+    LORA,
     NO_CLIP,
     Rollouts,
     acting,
@@ -27,8 +27,6 @@ from verl.workers.utils.padding import response_from_nested
 from tether.integrations.verl import TROLLPolicyLossConfig
 from tether.integrations.verl.store import HANDLE
 from tether.ops import memory
-
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 def test_lora_follows_verls_unclipped_loss(model: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from actor import (
     FLOAT64,
+    LORA,
     Rollouts,
     acting,
     gradients,
@@ -33,8 +34,6 @@ from tether.errors import ConfigError, InvalidInputError, TetherError
 from tether.integrations.verl.head import HiddenStatesHead
 from tether.integrations.verl.store import HANDLE
 from tether.ops import memory
-
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 @pytest.mark.usefixtures("float64")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from actor import (
     FLOAT64,
+    LORA,
     VOCABULARY,
     Moved,
     Rollouts,
@@ -27,7 +28,6 @@ from tether.errors import InvalidInputError
 from tether.integrations.verl import engines, one_pass
 from tether.ops import head, memory
 
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 # Tokens that count in `Rollouts.scripted`.
 TOKENS = 21
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor import FLOAT64, Rollouts, acting, gradients, jagged, make_actor, parameters
+from actor import FLOAT64, LORA, Rollouts, acting, gradients, jagged, make_actor, parameters
 from dense import Dense
 from largest_tensor import largest_tensor
 from sampled import Reports
@@ -15,7 +15,6 @@ from sampled import Reports
 from tether.errors import ConfigError, InvalidInputError, TetherError
 from tether.integrations.verl import TROLLPolicyLossConfig, sampler_fields
 
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 KL_BOUND = 0.002
 
 

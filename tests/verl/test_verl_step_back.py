@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor import FLOAT64, Rollouts, acting, largest_difference, make_actor, parameters
+from actor import FLOAT64, LORA, Rollouts, acting, largest_difference, make_actor, parameters
 from dense import Dense
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -18,25 +18,21 @@ from verl.workers.engine_workers import TrainingWorker
 from tether import kl_categorical
 from tether.errors import ConfigError
 
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 BUDGET, RATE = 1e-3, 1e-2
 FOUND = ("kl_before", "kl", "fraction", "passes")
 
 
-def update_actor(actor: TrainingWorker, rollouts: Rollouts, **settings: Any) -> dict[str, float]:
+def update_actor(actor: TrainingWorker, rollouts: Rollouts) -> dict[str, float]:
     """The old pass, and verl's loop over two shuffled epochs of two mini-batches; what the step back says."""
     batch = rollouts.batch(
         rollouts.score(actor),
-        calculate_entropy=False, global_batch_size=2, mini_batch_size=2, epochs=2, **settings,
+        calculate_entropy=False, global_batch_size=2, mini_batch_size=2, epochs=2,
         dataloader_kwargs={"shuffle": True},
     )  # fmt: skip
     metrics = tu.get(actor.train_mini_batch(batch), "metrics")
     named = {name: metrics[f"actor/troll/step_back/{name}"] for name in FOUND}
     assert all(len(values) == 1 for values in named.values())  # once a call
-    return {
-        name: float(getattr(values[0], "aggregate", lambda v=values[0]: v)())
-        for name, values in named.items()
-    }
+    return {name: float(values[0]) for name, values in named.items()}
 
 
 def divergences(old: Tensor, new: Tensor, rollouts: Rollouts) -> Tensor:
@@ -97,13 +93,13 @@ def test_a_pass_measures_each_sequence_once_however_many_epochs(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor, measured = make_actor(model, acting(troll_step_back=BUDGET), learning_rate=RATE), []
-    measure = actor.engine._measure
+    measure = actor.engine._network._measure
 
     def counting(data: Any) -> Any:
         measured.append(data.shape[0])
         return measure(data)
 
-    monkeypatch.setattr(actor.engine, "_measure", counting)
+    monkeypatch.setattr(actor.engine._network, "_measure", counting)
     found = update_actor(actor, Rollouts.scripted())
     assert measured == [2, 2] * int(found["passes"])
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from actor import (
     FLOAT64,
+    LORA,
     NO_CLIP,
     VOCABULARY,
     Rollouts,
@@ -36,9 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "seq-mean-token-mean": {"troll_region": "sequence"},
     "seq-mean-token-sum": {"troll_step_back": 1e-4, "troll_step_back_statistic": 0.5},
 }
-
-
-LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "full": ({}, 1000), "LoRA": (LORA, 1000), "full, in one pass": ({}, 3), "LoRA, in one pass": (LORA, 3),
 }  # fmt: skip

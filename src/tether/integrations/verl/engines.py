@@ -91,7 +91,7 @@ class TROLLEngineMixin:
         if projects and self._network is not None:
             self._network.add(data)
             if tu.get_non_tensor_data(data, "update_lr_scheduler", default=False):  # the call's last
-                stepped["metrics"].update(self._network.enforce(self._measure))
+                stepped["metrics"].update(self._network.enforce())
         return stepped
 
     def lr_scheduler_step(self) -> Any:
@@ -124,7 +124,7 @@ class TROLLEngineMixin:
     ) -> Any:
         """All micro-batches of a batch; where TROLL asked for them, with what its view needs to see."""
         watched: AbstractContextManager[Any] = nullcontext()
-        if isinstance(loss_function, ScorePolicy | TROLLLoss | MeasureKL):
+        if isinstance(loss_function, ScorePolicy | TROLLLoss):
             data = data.copy()  # so that what the seam says is not said of the batch afterwards
             tu.assign_non_tensor(data, **loss_function.view.seam)
             watched = loss_function.view.watching()
@@ -176,10 +176,6 @@ class TROLLEngineMixin:
     def _scoring(self, data: TensorDict) -> ScorePolicy | None:
         """What scores without logits, if this engine can."""
         return None
-
-    def _measure(self, data: TensorDict) -> list[Tensor]:
-        """KL(new || old) of a mini-batch's tokens here; as in the old pass, without dropout."""
-        raise NotImplementedError
 
     def _obstacle(self) -> str | None:
         """Why the loss is not computed in one pass over the head, if it is not."""
@@ -233,11 +229,12 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
         """Build the model, and what TROLL needs of it."""
         super().initialize()
         if self._settings is not None and self._settings.troll_step_back is not None:
-            self._network = NetworkBound(self.module, self._settings)
+            self._network = NetworkBound(self.module, self._settings, self._measure)
 
     def _make_store(self, local: bool, *, keeps_head: bool = False) -> OldPolicyStore:
         if self._settings is not None and self._settings.troll_support == "exact":
             self._head = HiddenStatesHead(self.module, self.engine_config.reshard_after_forward)
+            # Handles also say which of an update's sequences a step back has measured.
             keeps_head = self._head.trained or self._settings.troll_step_back is not None
         return super()._make_store(local, keeps_head=keeps_head)
 
@@ -260,6 +257,7 @@ class TROLLFSDPEngine(TROLLEngineMixin, FSDPEngineWithLMHead):
         return None if self._head is None else self._head.snapshot()
 
     def _measure(self, data: TensorDict) -> list[Tensor]:
+        """KL(new || old) of a mini-batch's tokens here; as in the old pass, without dropout."""
         view = self._view(data)
         assert isinstance(view, HiddenView)
         measuring = MeasureKL(view, self._partition(), self._store)

@@ -67,15 +67,13 @@ class ScorePolicy:
         refuse_data_format(data_format)
         columns = student_logits.shape[1]
         tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
-        log_probs, entropy = self._see(student_logits, tokens, data)
-        found = {_LOG_PROBS: spread(log_probs, tokens.rows, columns)}
-        if entropy is not None:
-            found[_ENTROPY] = spread(entropy, tokens.rows, columns)
-        return found
+        seen = self._see(student_logits, tokens, data)
+        return {name: spread(value, tokens.rows, columns) for name, value in seen.items()}
 
-    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor | None]:
+    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> dict[str, Tensor]:
+        """What the batch gets of each token."""
         assert isinstance(self.view, HiddenView)
-        return self.view.score(rows, tokens, data)
+        return _scores(*self.view.score(rows, tokens, data))
 
     def _fields(self, data: Any) -> dict[str, Tensor]:
         return {}
@@ -89,9 +87,9 @@ class RecordOldPolicy(ScorePolicy):
         self._store = store
         self._recorded: Recorded | None = None
 
-    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> tuple[Tensor, Tensor | None]:
+    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> dict[str, Tensor]:
         self._recorded = recorded = self.view.record(rows, tokens, data)
-        return recorded.log_probs, recorded.entropy
+        return _scores(recorded.log_probs, recorded.entropy)
 
     def _fields(self, data: Any) -> dict[str, Tensor]:
         """By which updates find the old policy again."""
@@ -99,6 +97,10 @@ class RecordOldPolicy(ScorePolicy):
         assert recorded is not None
         fields = carrier.pack(recorded.support, data["response_mask"])
         return self._store.put({**fields, **(recorded.fields or {})})
+
+
+def _scores(log_probs: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+    return {_LOG_PROBS: log_probs} if entropy is None else {_LOG_PROBS: log_probs, _ENTROPY: entropy}
 
 
 # What the second call does not need, and so does not travel.

@@ -14,46 +14,42 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 
-from tether.integrations.verl.layout import Partition, counted_tokens
-from tether.integrations.verl.losses import refuse_data_format
+from tether.integrations.verl.layout import CountedTokens, Partition
+from tether.integrations.verl.losses import ScorePolicy
 from tether.integrations.verl.settings import TROLLPolicyLossConfig
 from tether.integrations.verl.store import OldPolicyStore, handles
 from tether.integrations.verl.views import HiddenView
 from tether.step_back import StepBack
 
 
-class MeasureKL:
-    """Stands in for the loss in a pass that measures: KL(new || old) of the tokens that count."""
+class MeasureKL(ScorePolicy):
+    """The same in a pass that measures: KL(new || old) of the tokens that count, which no batch gets."""
 
     def __init__(self, view: HiddenView, partition: Partition, store: OldPolicyStore) -> None:
-        self.view = view
-        self._partition, self._store = partition, store
+        super().__init__(view, partition)
+        self._store = store
         self.kl: list[Tensor] = []
         """Of each micro-batch, [n]."""
 
-    def __call__(
-        self,
-        model_output: dict[str, Any] | None = None,
-        data: Any = None,
-        dp_group: Any = None,
-        student_logits: Tensor | None = None,
-        data_format: str = "thd",
-    ) -> Any:
-        """First call: the measurement. Second: a loss that nobody reads."""
-        if student_logits is None:
-            return torch.zeros(()), {}
-        refuse_data_format(data_format)
-        columns = student_logits.shape[1]
-        tokens = counted_tokens(data, columns, self._partition.sequence(), self._partition.alignment)
-        fields = self._store.take(data, student_logits.device)
-        self.kl.append(self.view.divergence(student_logits, tokens, data, fields))
+    def _see(self, rows: Tensor, tokens: CountedTokens, data: Any) -> dict[str, Tensor]:
+        assert isinstance(self.view, HiddenView)
+        self.kl.append(self.view.divergence(rows, tokens, data, self._store.take(data, rows.device)))
         return {}
 
 
 class NetworkBound:
-    """What a step back needs of one call of update_actor: its mini-batches, each sequence once."""
+    """What a step back needs of one call of update_actor: its mini-batches, each sequence once.
 
-    def __init__(self, module: torch.nn.Module, settings: TROLLPolicyLossConfig) -> None:
+    Args:
+        measure: KL(new || old) of a mini-batch's tokens on this process, a tensor a micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        settings: TROLLPolicyLossConfig,
+        measure: Callable[[TensorDict], list[Tensor]],
+    ) -> None:
         assert settings.troll_step_back is not None
         self._step_back = StepBack(
             module,
@@ -61,6 +57,7 @@ class NetworkBound:
             statistic=settings.troll_step_back_statistic,
             passes=settings.troll_step_back_passes,
         )
+        self._measure = measure
         self._mini_batches: list[TensorDict] = []
         self._known: set[tuple[int, ...]] = set()
 
@@ -78,17 +75,10 @@ class NetworkBound:
             self._mini_batches.append(data)
             self._known |= sequences
 
-    def enforce(self, measure: Callable[[TensorDict], list[Tensor]]) -> dict[str, Metric]:
-        """Bring the network within the budget.
-
-        Args:
-            measure: KL(new || old) of a mini-batch's tokens on this process.
-
-        Returns:
-            What was found and kept.
-        """
+    def enforce(self) -> dict[str, Metric]:
+        """Bring the network within the budget; what was found and kept."""
         result = self._step_back.enforce(
-            lambda: torch.cat([kl for data in self._mini_batches for kl in measure(data)])
+            lambda: torch.cat([kl for data in self._mini_batches for kl in self._measure(data)])
         )
         self._forget()
         found = {
