@@ -123,6 +123,22 @@ def test_what_cannot_be_seen_is_stopped_with_the_remedy(
     assert "--cap-add SYS_PTRACE" in done.detail
 
 
+def test_what_ends_while_it_is_looked_at_is_no_closed_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has given up its memory belongs to root, and shows an ordinary user nothing more."""
+
+    def closed(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    with subprocess.Popen(["sleep", "60"]) as other:
+        seen = [memory_watch._Seen(other.pid, f"/proc/{other.pid}", 0, 1)]
+        monkeypatch.setattr(memory_watch.os, "listdir", closed)
+        with pytest.raises(PermissionError):
+            memory_watch._of_objects(seen, 1 << 30)
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # ended, and still there
+        assert memory_watch._of_objects(seen, 1 << 30) < 1 << 20
+
+
 def test_processes_of_one_memory_are_told_apart() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         assert memory_watch._same_memory(os.getpid(), os.getpid())

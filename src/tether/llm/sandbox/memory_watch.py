@@ -136,6 +136,18 @@ def _children(process: int, threads: int = 2) -> Iterator[int]:
                 yield from map(int, _read(f"/proc/{process}/task/{thread}/children").split())
 
 
+@contextlib.contextmanager
+def _unless_ended(place: str) -> Iterator[None]:
+    """For what is asked of a process, which may end meanwhile and then holds nothing."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        try:
+            yield
+        except PermissionError:
+            # What has given up its memory belongs to root from then on, until it is gone.
+            if _AMOUNTS.search(_read(f"{place}/status")):
+                raise
+
+
 def _read(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
         return file.read()
@@ -143,11 +155,11 @@ def _read(path: str) -> bytes:
 
 def _of_folder(init: int) -> int:
     """What the files in the program's private folder take, deleted ones that are open included."""
-    try:
-        told = os.statvfs(f"/proc/{init}/root/tmp")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return (told.f_blocks - told.f_bfree) * told.f_frsize + (told.f_files - told.f_ffree) * _FILE
+    place, held = f"/proc/{init}", 0
+    with _unless_ended(place):
+        told = os.statvfs(f"{place}/root/tmp")
+        held = (told.f_blocks - told.f_bfree) * told.f_frsize + (told.f_files - told.f_ffree) * _FILE
+    return held
 
 
 def _of_objects(seen: list[_Seen], most: int) -> int:
@@ -155,7 +167,7 @@ def _of_objects(seen: list[_Seen], most: int) -> int:
     total, named = 0, set[str]()
     for one in seen:
         total += _TASK * one.threads
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with _unless_ended(one.place):
             total += _mappings(one.place, most)
             descriptors = os.listdir(f"{one.place}/fd")
             total += _DESCRIPTOR * len(descriptors)
@@ -192,13 +204,13 @@ def _pages(seen: list[_Seen], most: int) -> int:
 
 def _proportional(place: str) -> int:
     """Pages of a process, each divided by the number of its holders, without those of files in memory."""
-    try:
+    held = 0
+    with _unless_ended(place):
         told = {name: int(amount) for name, amount in _PROPORTIONAL.findall(_read(f"{place}/smaps_rollup"))}
         tables = _TABLES.search(_read(f"{place}/status"))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    held = told.get(b"Pss", 0) - told.get(b"Pss_Shmem", 0) + told.get(b"SwapPss", 0)
-    return (held + (int(tables[1]) if tables else 0)) * _KIB
+        held = told.get(b"Pss", 0) - told.get(b"Pss_Shmem", 0) + told.get(b"SwapPss", 0)
+        held += int(tables[1]) if tables else 0
+    return held * _KIB
 
 
 def _same_memory(one: int, other: int) -> bool:
