@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import reasoning_gym
 from benchmarks.reasoning_gym_answers import HOSTILE
+from reading_time import grows_linearly
 from reasoning_gym.factory import DATASETS
 
 from tether.llm.tasks import ReasoningGymTask
@@ -192,28 +193,12 @@ ANSWERS: dict[str, Callable[[int], str]] = {
 }
 
 
-def _growth(read: Callable[[str], object], text: Callable[[int], str], size: int) -> float:
-    """How many times longer reading takes for text of eight times the length; the best of a few."""
-
-    def seconds(given: str) -> float:
-        spent = []
-        for _ in range(7):
-            start = time.process_time()
-            for _ in range(4):
-                read(given)
-            spent.append(time.process_time() - start)
-        return min(spent)
-
-    short, long = text(size), text(8 * size)
-    return min(seconds(long) / max(seconds(short), 1e-9) for _ in range(3))
-
-
 @pytest.mark.parametrize("family", RESPONSES)
 def test_finding_the_answer_takes_linear_time(family: str) -> None:
     def read(response: str) -> None:
         tagged_answer(after_thinking(response))
 
-    assert _growth(read, RESPONSES[family], 200_000) < 12
+    assert grows_linearly(read, RESPONSES[family], 200_000)
 
 
 @pytest.mark.parametrize("family", ANSWERS)
@@ -223,4 +208,4 @@ def test_checking_an_answer_takes_linear_time(family: str) -> None:
         contradicts(answer, "12")
         contradicts(answer, "4 - 7i")
 
-    assert _growth(read, ANSWERS[family], 12_500) < 12
+    assert grows_linearly(read, ANSWERS[family], 12_500)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from reading_time import grows_linearly
 
 from tether.llm.tasks import ArithmeticTask, ChainedTask
 from tether.llm.tasks.custom import exact, normalized, number
@@ -15,10 +15,7 @@ from tether.llm.tasks.math_answers import MathVerifier, last_boxed
 from tether.llm.tasks.math_numbers import read_number, unit_of, with_scales
 from tether.llm.tasks.protocol import after_thinking
 
-SIZE, TIMES, REPEATS = 8_000, 8, 5
-# A quadratic reader takes TIMES times longer still. Even 100,000 million comparisons a second would not be
-# enough to compare half the pairs of the longer text's letters in LEAST_SECONDS.
-MOST, LEAST_SECONDS = 1.5 * TIMES, 2e-2
+SIZE = 8_000
 
 FAMILIES = [
     *(
@@ -131,23 +128,6 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def seconds(reader: Callable[[str], object], text: str) -> float:
-    started = time.process_time()  # of this process alone: what else the machine does is no growth
-    reader(text)
-    return time.process_time() - started
-
-
-def grows_linearly(reader: Callable[[str], object], make: Callable[[int], str]) -> bool:
-    short, long = make(SIZE), make(TIMES * SIZE)
-    if seconds(reader, long) < LEAST_SECONDS:
-        return True
-    for _ in range(REPEATS):  # one good pair is enough: no chance makes a quadratic reader fast
-        slow = min(seconds(reader, long) for _ in range(2))
-        if slow < MOST * min(seconds(reader, short) for _ in range(2)):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("name", READERS)
 def test_reading_takes_linear_time_whatever_is_repeated(name: str) -> None:
     slow = [
@@ -157,6 +137,7 @@ def test_reading_takes_linear_time_whatever_is_repeated(name: str) -> None:
         if not grows_linearly(
             READERS[name],
             lambda size, f=family, g=frame: g.format(f * (size // len(f))),  # type: ignore[misc]
+            SIZE,
         )
     ]
     assert not slow
@@ -166,5 +147,5 @@ def test_the_measure_tells_quadratic_reading() -> None:
     def quadratic(text: str) -> int:
         return sum(text[start:].count("z") for start in range(0, len(text), 16))
 
-    assert not grows_linearly(quadratic, lambda size: "a" * size)
-    assert grows_linearly(lambda text: text.count("z"), lambda size: "a" * size)
+    assert not grows_linearly(quadratic, lambda size: "a" * size, SIZE)
+    assert grows_linearly(lambda text: text.count("z"), lambda size: "a" * size, SIZE)
