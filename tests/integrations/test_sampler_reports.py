@@ -140,6 +140,16 @@ def test_an_engine_that_truncates_is_compared_on_what_it_keeps(
     assert all(row["trust_region/tail_mass"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 7}, {"generation_kwargs": {"min_p": 0.1}}]
+)
+def test_an_engine_that_may_keep_more_than_it_reports_is_refused_before_it_samples(
+    make_trainer: Callable[..., Any], engine: type[_Engine], sampling: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"more ids of a token than the 6 that .* Set top_k=6"):
+        make_trainer(TROLLTrainer, TROLLConfig, **SERVER, **sampling)
+
+
 def test_weights_that_do_not_arrive_are_an_error(
     make_trainer: Callable[..., Any], engine: type[_Engine]
 ) -> None:

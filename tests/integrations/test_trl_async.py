@@ -240,7 +240,9 @@ def test_a_version_nobody_published_is_refused(make_async: Callable[..., Any]) -
         ({"troll_lag_rate": 0.25}, "troll_lag_rate is of a bound that grows"),
         ({"troll_sampler_tolerance": -1.0}, "tolerance is a positive difference"),
         ({"epsilon": 0.1}, "belong to the clip"),
-        ({"top_k": 100}, "Set troll_top_k=100"),
+        ({"top_k": 100}, r"'top_k': 100.* more ids of a token than the 64.*Set top_k=64"),
+        ({"top_p": 0.9}, r"'top_p': 0.9.* more ids of a token than the 64.*Set top_k=64"),
+        ({"top_p": 0.9, "top_k": 8, "troll_top_k": 4}, r"more ids of a token than the 4.*Set top_k=4"),
         ({"repetition_penalty": 1.1}, r"'repetition_penalty': 1.1.* changes every log-probability"),
     ],
 )

@@ -12,7 +12,7 @@ from tests.rounding import SUMMED_ANOTHER_WAY, unit_of
 from tiny_language_model import largest_difference, make_tiny_model
 from trl import GRPOConfig
 
-from tether.errors import ConfigError, InvalidInputError
+from tether.errors import ConfigError
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_losses import PolicyLossTrainer
 
@@ -190,6 +190,16 @@ def test_adapters_and_a_reference_penalty(make_trainer: Callable[..., Any]) -> N
         assert (reference - old).abs().max() <= SUMMED_ANOTHER_WAY * unit_of(15 * torch.ones(()), terms=32)
 
 
-def test_a_set_larger_than_the_report_is_refused(train: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidInputError, match="does not hold the sampled id"):
-        train(TROLLTrainer, TROLLConfig, troll_anchor="sampler", troll_top_k=2, top_p=0.999)
+def test_a_set_larger_than_a_report_is_kept_whole(train: Callable[..., Any]) -> None:
+    """How many ids a nucleus holds, nobody knows beforehand."""
+    trainer = train(_Watched, TROLLConfig, troll_anchor="sampler", troll_top_k=2, top_p=0.9, max_steps=2)
+    seen = trainer.seen[0]
+    mask = seen["completion_mask"] > 0
+    kept = (seen["old_support_ids"] >= 0).sum(-1)[mask]
+    assert kept.max() > 2
+    assert kept.min() < kept.max()
+    mass = seen["old_support_log_probs"].exp().sum(-1)[mask]
+    assert (mass - 1).abs().max() <= unit_of(mass, terms=int(kept.max()))
+    assert torch.isneginf(seen["old_support_log_tail"][mask]).all()
+    near = SUMMED_ANOTHER_WAY * unit_of(15 * torch.ones(()), terms=32)
+    assert (seen["tokens"].new_log_probs - seen["tokens"].old_log_probs)[mask].abs().max() <= near

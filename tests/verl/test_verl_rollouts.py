@@ -377,7 +377,8 @@ def test_what_an_agent_loops_own_output_adds_to_the_batch_stays() -> None:
         (["algorithm.rollout_correction.bypass_mode=False"], r"bypass_mode=True\. Set it"),
         (["actor_rollout_ref.rollout.calculate_log_probs=False"], "calculate_log_probs=True"),
         (["actor_rollout_ref.rollout.custom.troll_top_k=0"], "not told how many ids to report"),
-        (["actor_rollout_ref.rollout.top_k=100"], r"keeps more ids than the 64.*troll_top_k=100"),
+        (["actor_rollout_ref.rollout.top_k=100"], r"more ids of a token than the 64.*rollout.top_k=64"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], r"more ids of a token than the 64.*rollout.top_k=64"),
         (["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"], "Set it to processed_logprobs"),
         (["actor_rollout_ref.rollout.name=sglang"], r"name=sglang reports nothing.*vllm.*\+tether=troll"),
         (

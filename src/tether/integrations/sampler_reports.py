@@ -8,7 +8,7 @@ from, so that records stay aligned with their tokens whatever TRL does with the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tether.errors import InvalidInputError
 from tether.projection import SampledPolicy
@@ -177,16 +178,19 @@ class StepRecorder:
 
     Args:
         top_k: ids kept of each token.
+        truncated: sampling itself keeps a set of ids, of which each is noted, however many they are.
     """
 
-    def __init__(self, top_k: int) -> None:
-        self._top_k = top_k
+    def __init__(self, top_k: int, *, truncated: bool = False) -> None:
+        self._top_k, self._truncated = top_k, truncated
         self._rows: list[Tensor] = []
         self._kept: list[tuple[Tensor, ...]] = []  # ids, log-probabilities, the least, the drawn one's own
 
     def note(self, rows: Tensor, log_probs: Tensor, drawn: Tensor) -> None:
         """One step: of some responses [n] the log-probabilities [n, V] and what was drawn [n]."""
-        values, ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]), sorted=False)
+        possible = int((log_probs > -torch.inf).sum(-1).amax()) if self._truncated else self._top_k
+        top_k = min(max(self._top_k, possible), log_probs.shape[-1])
+        values, ids = log_probs.topk(top_k, sorted=False)
         own = log_probs.gather(-1, drawn[:, None]).squeeze(-1)
         self._rows.append(rows)
         self._kept.append((ids, values.float(), log_probs.amin(-1).float(), own.float()))
@@ -196,13 +200,22 @@ class StepRecorder:
         rows, lengths = torch.cat(self._rows), [len(ids) for ids in completion_ids]
         steps = rows.bincount(minlength=len(lengths))  # a response may be written on after its end
         order = rows.argsort(stable=True)  # the steps of the first response, of the second, ...
-        ids, values, least, own = (torch.cat(kept).cpu()[order] for kept in zip(*self._kept, strict=True))
+        ids, values, least, own = (_joined(kept).cpu()[order] for kept in zip(*self._kept, strict=True))
         block = ReportBlock(ids.numpy(), values.numpy(), least.numpy())
         numbers, starts = own.tolist(), (steps.cumsum(0) - steps).tolist()
         return [
             [Reported(numbers[place], block, place) for place in range(start, start + length)]
             for start, length in zip(starts, lengths, strict=True)
         ]
+
+
+def _joined(steps: Sequence[Tensor]) -> Tensor:
+    """Steps of [n] or [n, K], one after another; narrow ones are filled up with empty slots."""
+    widest = max(step.shape[-1] for step in steps)
+    if steps[0].dim() == 1:
+        return torch.cat(list(steps))
+    nothing = -torch.inf if steps[0].is_floating_point() else EMPTY
+    return torch.cat([pad(step, (0, widest - step.shape[-1]), value=nothing) for step in steps])
 
 
 class GenerationRecorder:
@@ -212,8 +225,8 @@ class GenerationRecorder:
     have acted. Use it as a context, then ask for the records.
     """
 
-    def __init__(self, model: Any, top_k: int) -> None:
-        self._model, self._steps = model, StepRecorder(top_k)
+    def __init__(self, model: Any, top_k: int, *, truncated: bool = False) -> None:
+        self._model, self._steps = model, StepRecorder(top_k, truncated=truncated)
         self._waiting: Tensor | None = None  # the last step's distributions, until its tokens are known
 
     def __enter__(self) -> GenerationRecorder:

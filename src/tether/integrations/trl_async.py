@@ -10,6 +10,7 @@ from typing import Any
 from tether.integrations import trl_async_seam  # noqa: F401
 from tether.integrations.trl_config import (
     RegionFields,
+    check_kept_ids,
     check_penalties,
     check_sampler_tolerance,
     lag_bound,
@@ -56,11 +57,7 @@ class AsyncTROLLConfig(RegionFields, AsyncGRPOConfig):
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} belong to the clip, which "
                 "TROLL replaces. Leave them at their defaults and set troll_kl_bound."
             )
-        if self.top_k > self.troll_top_k:
-            raise ConfigError(
-                f"top_k={self.top_k} keeps more ids than troll_top_k={self.troll_top_k} are reported of. Set "
-                f"troll_top_k={self.top_k}."
-            )
+        check_kept_ids(self, self.troll_top_k)
         check_penalties(self, self.troll_sampler_tolerance)
         warn_of_reshaped_sampling(self, "sampler")
 

@@ -34,7 +34,7 @@ from tether.integrations.trl_async_records import (
     RecordCollator,
 )
 from tether.integrations.trl_async_worker import abandoning, check_records, record
-from tether.integrations.trl_config import check_penalties
+from tether.integrations.trl_config import check_kept_ids, check_penalties
 from tether.integrations.vllm_server import VLLMServer
 from tether.losses import ProjectedTokens, project_tokens
 from tether.projection import SampledPolicy, SparseLogProbs
@@ -88,6 +88,7 @@ class RecordedTrainer(AsyncGRPOTrainer):
             check_records(worker)
         args = self._settings(model) if args is None else args
         check_penalties(args, sampler_tolerance)
+        check_kept_ids(args, support_top_k)
         on_cpu = args.device.type == "cpu"
         with without_peak_flops(active=on_cpu), _loaded_already(model, on_cpu=on_cpu) as name:
             super().__init__(name, reward_funcs, args, *rest, **kwargs)

@@ -280,6 +280,23 @@ def check_penalties(config: GRPOConfig, tolerance: float | None) -> None:
         )
 
 
+def check_kept_ids(config: GRPOConfig, reported: int) -> None:
+    """Refuse sampling that may keep more ids of a token than are reported: the first such token ends a run.
+
+    Args:
+        reported: ids that the engine reports of each token.
+
+    Raises:
+        ConfigError: with the setting.
+    """
+    truncating = changed_sampling(config, TRUNCATING)
+    if truncating and not 0 < (truncating.get("top_k") or 0) <= reported:
+        raise ConfigError(
+            f"{truncating} may keep more ids of a token than the {reported} that the engine reports of it. "
+            f"Set top_k={reported} (beside top_p or min_p), or have more reported (troll_top_k)."
+        )
+
+
 def warn_of_reshaped_sampling(config: GRPOConfig, anchor: Anchor) -> None:
     """Warn if tokens are not drawn from the distribution whose log-probabilities are compared."""
     neutral = _RESHAPING | (TRUNCATING if anchor == "trainer" else {})

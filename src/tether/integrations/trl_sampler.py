@@ -27,6 +27,7 @@ from tether.integrations.sampler_reports import (
 from tether.integrations.trl_config import (
     TRUNCATING,
     changed_sampling,
+    check_kept_ids,
     check_penalties,
     check_sampler_tolerance,
     check_sampler_weight,
@@ -122,6 +123,7 @@ class ReportingTrainer(LaggedTrainer):
             )
         if self.use_vllm:
             check_penalties(self.args, self.sampler_tolerance)
+            check_kept_ids(self.args, self.support_top_k)
             report_top_k(self.vllm_generation, self.support_top_k)
             self._check = SamplerCheck(self, self.sampler_tolerance)
 
@@ -141,7 +143,10 @@ class ReportingTrainer(LaggedTrainer):
                 return self._decode(prompt_ids)
             if not self._reports or self.use_vllm:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            with GenerationRecorder(self._sampling_model, self.support_top_k) as recorder:
+            recorder = GenerationRecorder(
+                self._sampling_model, self.support_top_k, truncated=bool(self._truncates)
+            )
+            with recorder:
                 completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             return completion_ids, recorder.records(completion_ids)
 

@@ -237,10 +237,11 @@ def refuse_configuration(config: Any) -> None:
             "The rollout servers are not told how many ids to report. Set "
             f"+actor_rollout_ref.rollout.custom.{TOP_K}=64, or use {SAMPLER_SWITCH}."
         )
-    if rollout.top_k is not None and rollout.top_k > asked:
+    if truncates(rollout) and not 0 < (rollout.top_k or 0) <= asked:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.top_k={rollout.top_k} keeps more ids than the {asked} that are "
-            f"reported. Set actor_rollout_ref.actor.policy_loss.troll_top_k={rollout.top_k}."
+            f"actor_rollout_ref.rollout.top_k={rollout.top_k} (top_p={rollout.top_p}) may keep more ids of a "
+            f"token than the {asked} that are reported. Set rollout.top_k={asked} or fewer, or report more "
+            "(actor_rollout_ref.actor.policy_loss.troll_top_k)."
         )
     if rollout.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         raise ConfigError(
