@@ -15,7 +15,7 @@ from tether.llm.config import TrainConfig
 from tether.llm.train import train
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"sampling_top_k": 3}])
 def test_a_truncated_sampler_in_half_precision_is_the_anchor(
     tmp_path: Path, sampling: dict[str, Any]
 ) -> None:
@@ -32,5 +32,5 @@ def test_a_truncated_sampler_in_half_precision_is_the_anchor(
 def test_a_share_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"top_p must lie in \(0, 1\], got 1.5"):
         TrainConfig(top_p=1.5)
-    with pytest.raises(ConfigError, match=r"top_k counts tokens, from 1; got 0"):
-        TrainConfig(top_k=0)
+    with pytest.raises(ConfigError, match=r"sampling_top_k counts tokens, from 1; got 0"):
+        TrainConfig(sampling_top_k=0)

@@ -293,7 +293,8 @@ def check_kept_ids(config: GRPOConfig, reported: int) -> None:
     if truncating and not 0 < (truncating.get("top_k") or 0) <= reported:
         raise ConfigError(
             f"{truncating} may keep more ids of a token than the {reported} that the engine reports of it. "
-            f"Set top_k={reported} (beside top_p or min_p), or have more reported (troll_top_k)."
+            f"Set top_k={reported} beside it (--sampling-top-k of the command), or have more reported "
+            "(troll_top_k)."
         )
 
 

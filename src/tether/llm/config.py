@@ -98,7 +98,7 @@ class TrainConfig:
     """Sampling temperature, in training and held-out sampling."""
     top_p: float = 1.0
     """While training, sample from the likeliest tokens that hold this much probability together."""
-    top_k: int | None = None
+    sampling_top_k: int | None = None
     """While training, sample from this many likeliest tokens. With vLLM and anchor sampler, top_p needs it
     too, at most the method's top_k (64), which vLLM reports: the set that is sampled from must be known."""
     max_response_tokens: int | None = None
@@ -215,8 +215,8 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be 0 or more, and finite; got {value}.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k counts tokens, from 1; got {self.top_k}. Leave it out for all.")
+        if self.sampling_top_k is not None and self.sampling_top_k < 1:
+            raise ConfigError(f"sampling_top_k counts tokens, from 1; got {self.sampling_top_k}.")
 
     def _check_method(self) -> None:
         if isinstance(self.method, LossMethod) and self.estimator.name == "gspo":

@@ -96,7 +96,7 @@ def training_settings(config: TrainConfig, task: Task, folder: Path) -> dict[str
         "max_completion_length": config.max_response_tokens or task.max_response_tokens,
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "top_k": config.top_k or 0,  # TRL's word for all of them
+        "top_k": config.sampling_top_k or 0,  # TRL's word for all of them
         "learning_rate": config.learning_rate,
         **_OPTIMIZERS[config.optimizer],
         "lr_scheduler_type": "constant_with_warmup",
