@@ -146,3 +146,20 @@ def test_a_run_saved_in_the_flat_form_goes_on(tmp_path: Path, method: str, estim
         _run_folder(replace(config, resume=True, method=find_method("none")(), name=config.label)),
     ):
         pass
+
+
+def test_a_run_older_than_a_setting_goes_on_with_its_default(tmp_path: Path) -> None:
+    config = short_run.config(tmp_path / "run")
+    finished_before(config)
+    file = config.output / CONFIG_FILE
+    content = load_json(file.read_text())
+    del content["settings"]["sampling_top_k"]
+    atomic_write_json(file, content)
+    with _run_folder(replace(config, resume=True)) as run:
+        assert run is not None
+        assert run.finished
+    with (
+        pytest.raises(CheckpointError, match="sampling_top_k: None then, 8 now"),
+        _run_folder(replace(config, resume=True, sampling_top_k=8)),
+    ):
+        pass

@@ -122,7 +122,8 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         settings=config.settings(),
         resume=config.resume,
         may_change=MAY_CHANGE,
-        current_settings=LLM_RUNS.current_settings,
+        # A setting that is newer than the run: it did then what the default does now.
+        current_settings=lambda kept: TrainConfig().settings() | LLM_RUNS.current_settings(kept),
         trackers=("tensorboard", *config.report_to),
     ) as run:
         yield run
