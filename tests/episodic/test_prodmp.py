@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,28 @@ def test_motion_solves_its_differential_equation(name: str) -> None:
     moving = times > config.delay
     assert np.abs(ours[moving] - expected).max() < 1e-6
     assert (ours[~moving] == [position.item(), 0.0]).all()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_basis": 50, "bandwidth_factor": 20.0},
+        {"num_basis": 10, "bandwidth_factor": 50.0},
+        {"alpha": 3000.0},
+        {"alpha_phase": 20.0},
+    ],
+)
+def test_narrow_bases_and_stiff_springs_are_integrated_as_exactly(
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same motion from pieces of a sixteenth, in units of the basis functions' peaks."""
+    config, times = ProDMPConfig(**shape), np.linspace(0, 1.5, 51)
+    found = ProDMP(config, 1).basis(times)
+    usual = ProDMP._piece
+    monkeypatch.setattr(ProDMP, "_piece", lambda self: usual(self) / 16)
+    finer = ProDMP(config, 1).basis(times)
+    assert (found.positions - finer.positions).abs().max() < 1e-9
+    assert (found.velocities - finer.velocities).abs().max() < 1e-9 * finer.velocities.abs().max()
 
 
 def test_without_weights_the_motion_is_the_critically_damped_closed_form() -> None:

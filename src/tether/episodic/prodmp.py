@@ -21,10 +21,12 @@ from tether.errors import ConfigError, InvalidInputError
 
 Array = NDArray[np.float64]
 
-# Gauss-Legendre nodes in a piece of phase time of at most this length; basis functions are several
-# pieces wide, which leaves an error around 1e-14.
+# Gauss-Legendre nodes in a piece of phase time of at most this length, or what `_piece` needs to be shorter:
+# basis functions are several pieces wide, which leaves an error around 1e-14.
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(6)
-_PIECE = 0.02
+_LONGEST_PIECE = 0.02
+# No shorter, however stiff: 50,000 pieces are work enough (stiffness 20,000, a thousand basis functions).
+_SHORTEST_PIECE = 1e-4
 # Basis functions are scaled by their maximum over this many time constants.
 _SCALED_OVER = 5.0
 
@@ -301,10 +303,16 @@ class ProDMP:
         highest: Array = coarse.max(axis=0)
         return np.where(peaks < (1 - 1e-9) * highest, highest, peaks)
 
+    def _piece(self) -> float:
+        """Phase time over which neither the impulse response nor a basis function changes by much."""
+        config = self.config
+        narrowest = 1 / (config.bandwidth_factor * max(config.num_basis - 1, 2 * config.alpha_phase))
+        return max(min(_LONGEST_PIECE, 2 / config.alpha, narrowest), _SHORTEST_PIECE)
+
     def _response(self, start: float, z: Array) -> tuple[Array, Array]:
         """Position and velocity of the systems at phase times z [T], at rest in zero at `start`."""
         targets, index = np.unique(np.concatenate(([start], z)), return_inverse=True)
-        pieces = np.maximum(np.ceil(np.diff(targets) / _PIECE).astype(int), 1)
+        pieces = np.maximum(np.ceil(np.diff(targets) / self._piece()).astype(int), 1)
         step = np.repeat(np.diff(targets) / pieces, pieces)
         edges = np.repeat(targets[:-1], pieces) + step * _ramps(pieces)
         # What the forcing within each piece adds at the piece's end: the impulse response u e^(-a u).
