@@ -251,6 +251,11 @@ def test_a_grid_that_is_not_there_is_named_with_those_that_are(table: StudyTable
         load_runs([table.path / "gird"])
 
 
+def test_a_path_that_leads_past_a_run_of_a_table_is_no_run(table: StudyTable) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no run grid/run/more; its grids are grid"):
+        load_runs([table.path / "grid" / "run" / "more"])
+
+
 def test_a_folder_in_place_of_a_table_is_refused_with_the_command_that_converts_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

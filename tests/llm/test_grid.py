@@ -113,6 +113,11 @@ def test_a_losss_option_goes_before_a_field_of_the_same_name() -> None:
         ({"axes": ("steps=8,16",), "batches": 4}, "has the axis steps, which batches=4 decides"),
         ({"axes": ("temperature=1,1",)}, "'temperature=1,1' has a value twice"),
         ({"axes": ("temperature=1,1.0",)}, "has a value twice"),
+        ({"methods": ("troll:kl_bound=0.1,kl_bound=0.2",)}, "sets kl_bound twice"),
+        (
+            {"methods": ("troll:kl_bound=0.1,method.kl_bound=0.2",)},
+            r"sets method\.kl_bound twice, once as method\.kl_bound",
+        ),
         ({"methods": ("troll:steps=8", "clip"), "batches": 4}, "sets steps, which batches=4 decides"),
         ({"methods": ("clip:save_every=8",), "batches": 4}, "sets save_every, which batches=4 decides"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -91,6 +93,19 @@ def test_rows_of_nothing() -> None:
         assert torch.equal(back.log_tail, none.log_tail)
     empty = CompactLogProbs.pack(few[:0])
     assert empty.unpack().log_tail.shape == (0, 20)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_one_row_without_a_batch(precision: Literal["float32", "float16"]) -> None:
+    few, sampled = _rows((1, 8))
+    one = SparseLogProbs(few.ids[0, 0], few.log_probs[0, 0], few.log_tail[0, 0])
+    back = CompactLogProbs.pack(one, precision=precision, keep_ids=sampled[0, 0]).unpack()
+    in_a_batch = CompactLogProbs.pack(few, precision=precision, keep_ids=sampled).unpack()
+    assert back.log_tail.shape == ()
+    width = back.ids.shape[0]
+    assert torch.equal(back.ids, in_a_batch.ids[0, 0, :width])
+    assert torch.equal(back.log_probs, in_a_batch.log_probs[0, 0, :width])
+    assert torch.equal(back.log_tail, in_a_batch.log_tail[0, 0])
 
 
 def test_a_certain_sampled_token_survives_float16() -> None:

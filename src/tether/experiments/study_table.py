@@ -202,8 +202,8 @@ def _runs_of(source: str | Path | RunData, kinds: Kinds) -> list[RunData]:
         return [source]
     found = table_and_part(Path(source))
     if found is not None:
-        table, part = found
-        return StudyTable(table, kinds).select(*part)
+        grid, _, name = "/".join(found[1]).partition("/")
+        return StudyTable(found[0], kinds).select(grid or None, name or None)
     return [RunData.read(path, kinds) for path in find_runs([source])]
 
 

@@ -124,6 +124,8 @@ def parse_method(text: str) -> tuple[str, dict[str, Value]]:
             raise ConfigError(
                 f"The method {text!r} must be a name, or name:setting=value,setting=value; {part!r} is not."
             )
+        if key in settings:
+            raise ConfigError(f"The method {text!r} sets {key} twice. Leave one out.")
         settings[key] = parse_value(value)
     return name, settings
 
@@ -249,7 +251,11 @@ def _placed(
         )
 
     varied = {place(key) if "." in key else key: value for key, value in point}
-    fixed = {place(key): value for key, value in settings.items()}
+    fixed: dict[str, Value] = {}
+    for key, value in settings.items():
+        if place(key) in fixed:
+            raise ConfigError(f"The method {method!r} sets {place(key)} twice, once as {key}. Leave one out.")
+        fixed[place(key)] = value
     decided = dict.fromkeys(varied, "an axis of the grid")
     if config.batches is not None:
         decided |= dict.fromkeys(_OF_BATCHES, f"batches={config.batches}")

@@ -79,7 +79,8 @@ class CompactLogProbs:
                 "float16 needs keep_ids, the sampled tokens, which stay float32, of shape "
                 f"{tuple(rows.log_tail.shape)}, got {None if keep_ids is None else tuple(keep_ids.shape)}."
             )
-        ids, log_probs = rows.ids.flatten(0, -2), rows.log_probs.detach().float().flatten(0, -2)
+        ids = rows.ids.reshape(rows.log_tail.numel(), rows.ids.shape[-1])
+        log_probs = rows.log_probs.detach().float().reshape(ids.shape)
         held = ids != EMPTY
         lengths = held.sum(-1)
         offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
