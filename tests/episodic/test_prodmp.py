@@ -119,8 +119,9 @@ def test_narrow_bases_and_stiff_springs_are_integrated_as_exactly(
     usual = ProDMP._piece
     monkeypatch.setattr(ProDMP, "_piece", lambda self: usual(self) / 16)
     finer = ProDMP(config, 1).basis(times)
-    assert (found.positions - finer.positions).abs().max() < 1e-9
-    assert (found.velocities - finer.velocities).abs().max() < 1e-9 * finer.velocities.abs().max()
+    rounding = 2**16 * np.finfo(np.float64).eps  # of sums over thousands of pieces; up to 9,900 eps measured
+    assert (found.positions - finer.positions).abs().max() < rounding
+    assert (found.velocities - finer.velocities).abs().max() < rounding * finer.velocities.abs().max()
 
 
 def test_without_weights_the_motion_is_the_critically_damped_closed_form() -> None:

@@ -253,9 +253,10 @@ def _placed(
     varied = {place(key) if "." in key else key: value for key, value in point}
     fixed: dict[str, Value] = {}
     for key, value in settings.items():
-        if place(key) in fixed:
-            raise ConfigError(f"The method {method!r} sets {place(key)} twice, once as {key}. Leave one out.")
-        fixed[place(key)] = value
+        placed = place(key)
+        if placed in fixed:
+            raise ConfigError(f"The method {method!r} sets {placed} twice, once as {key}. Leave one out.")
+        fixed[placed] = value
     decided = dict.fromkeys(varied, "an axis of the grid")
     if config.batches is not None:
         decided |= dict.fromkeys(_OF_BATCHES, f"batches={config.batches}")
