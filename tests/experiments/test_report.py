@@ -324,6 +324,24 @@ def test_the_title_names_what_all_runs_learn_and_nothing_that_some_do_not(
     assert "on chained" not in Page(write_report(paths, tmp_path / "two")).text
 
 
+def test_what_all_labels_end_in_stands_in_the_headline_only(make_run: WriteRun, tmp_path: Path) -> None:
+    methods = {"TROLL": "troll", "clip": "clip"}
+
+    def titled(*points: str) -> Page:
+        paths = [
+            make_run(f"{name}{point}", [{"reward": 0.1}], label=f"{method}, 8 updates, {point}")
+            for method, name in methods.items()
+            for point in points
+        ]
+        return Page(write_report(paths, tmp_path / f"page-{len(points)}"))
+
+    one, two = titled("lr 1e-05"), titled("lr 3e-05", "lr 1e-04")
+    assert "TROLL against clip, 8 updates, lr 1e-05" in one.text
+    assert one.text.count("8 updates") == one.text.count("TROLL against clip") > 0
+    assert "TROLL, 8 updates, lr 3e-05" in two.text
+    assert "clip, 8 updates, lr 1e-04" in two.text
+
+
 def test_a_label_that_covers_two_methods_is_found(make_run: WriteRun) -> None:
     numbers = [{"reward": 0.5}]
     first = make_run("a", numbers, settings={"kl_bound": 0.05})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from tether.experiments.comparison import Row, by_point, can_decide, cells_of
 from tether.experiments.files import atomic_write_bytes, atomic_write_text
 from tether.experiments.report.panels import MOST_COLOURED, Picture, in_background, other_pictures, pictures
 from tether.experiments.report.responses import samples
-from tether.experiments.report.words import by_difference, compare_settings, mixed_labels, render
+from tether.experiments.report.words import (
+    by_difference,
+    compare_settings,
+    mixed_labels,
+    render,
+    shared_ending,
+)
 from tether.experiments.run_config import now
 from tether.experiments.run_data import RunData
 from tether.experiments.run_kind import Kinds, RunKind
@@ -44,8 +51,8 @@ def write_report(
     """Show what some runs come to, on one page anybody can open and send on.
 
     The page holds everything (styles, plots, pictures, videos) and asks the network for nothing. Runs of one
-    label are taken as seeds of one method. Plots are also written as PNG files, light and dark, into a folder
-    beside the page.
+    label are taken as seeds of one method; what all labels end in stands in the headline only. Plots are
+    also written as PNG files, light and dark, into a folder beside the page.
 
     Args:
         runs: run folders, folders that hold some, tables of studies (`load_runs`); all of one kind.
@@ -63,13 +70,14 @@ def write_report(
         CheckpointError: no such run, a run without a number yet, runs of different kinds.
         MissingDependencyError: jinja2 or matplotlib is not installed.
     """
-    runs = load_runs(runs, kinds)
+    found, point = _by_method(load_runs(runs, kinds))
     out = Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
-    summaries = summarise(runs)
+    summaries = summarise(found)
     background = in_background(summaries)
-    plots, others = pictures(runs, background), other_pictures(runs, background)
-    html = _render(runs, summaries, plots, others, title, comparison)
+    plots, others = pictures(found, background), other_pictures(found, background)
+    title = title or _title(found, [summary.label for summary in summaries]) + point
+    html = _render(found, summaries, plots, others, title, comparison)
     folder = page.with_name(f"{page.stem}-plots")
     for picture in [*plots, *others]:
         for theme, png in picture.png.items():
@@ -83,13 +91,13 @@ def _render(
     summaries: list[MethodSummary],
     plots: list[Picture],
     others: list[Picture],
-    title: str | None,
+    title: str,
     comparison: tuple[str, Sequence[Row], str | None] | None,
 ) -> str:
     shared, differing = compare_settings(runs)
     return render(
         TEMPLATE,
-        title=title or _title(runs, [summary.label for summary in summaries]),
+        title=title,
         kind=runs[0].kind,
         created=now(),
         lead=_lead(summaries),
@@ -231,6 +239,13 @@ def _title(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     ]
     # Of a grid over several tasks the title names none: each is among the settings that differ.
     return f"{named} on {every[0]}" if every[0] and all(one == every[0] for one in every) else named
+
+
+def _by_method(runs: Sequence[RunData]) -> tuple[list[RunData], str]:
+    """The runs without what all their labels end in, and that ending."""
+    point = shared_ending([run.config.label for run in runs])
+    short = [replace(run.config, label=run.config.label.removesuffix(point)) for run in runs]
+    return [replace(run, config=config) for run, config in zip(runs, short, strict=True)], point
 
 
 def _run_name(run: RunData) -> str:

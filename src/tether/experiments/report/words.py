@@ -164,6 +164,24 @@ def mixed_labels(runs: Sequence[RunData]) -> dict[str, list[str]]:
     return mixed
 
 
+def shared_ending(labels: Sequence[str]) -> str:
+    """The parts at the end of labels that all of them bear: in a grid of one point, the point.
+
+    >>> shared_ending(["TROLL, 8 updates, lr 1e-05", "clip, 8 updates, lr 1e-05"])
+    ', 8 updates, lr 1e-05'
+    >>> shared_ending(["TROLL, 8 updates"])
+    ''
+    """
+    parts = [label.split(", ")[1:] for label in dict.fromkeys(labels)]
+    shared: list[str] = []
+    if len(parts) > 1:
+        for column in zip(*map(reversed, parts), strict=False):
+            if len(set(column)) > 1:
+                break
+            shared.insert(0, f", {column[0]}")
+    return "".join(shared)
+
+
 def by_difference(mixed: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
     """Mixed labels that differ in the same settings together: (labels, settings).
 
