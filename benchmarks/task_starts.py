@@ -22,6 +22,7 @@ import torch
 
 from tether.llm.generate import answer_and_judge
 from tether.llm.models import load_model_and_tokenizer
+from tether.llm.precision import bfloat16_pays
 from tether.llm.tasks import make_task
 from tether.llm.tasks.training import closing
 
@@ -61,7 +62,7 @@ def measure(model_name: str, candidate: str, count: int) -> dict[str, Any]:
     name, options, length = CANDIDATES[candidate]
     model, tokenizer = load_model_and_tokenizer(str(MODELS[model_name]))
     task = make_task(name, **options)
-    with closing(task), torch.autocast("cpu", torch.bfloat16):
+    with closing(task), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16_pays()):
         problems = task.problems("validation", count)  # all, of a split that has fewer
         sampled, greedy = (
             answer_and_judge(
