@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_the_lag_counts_optimizer_steps(model: Path) -> None:
     del calls[2]
     with pytest.raises(TetherError, match=r"had 3 calls .* the trainer counts 0\. A run that resumes"):
         rollouts.update(make_actor(model, _around_sampler()), old)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_step_that_verl_skips_is_no_lag(model: Path, at: int) -> None:
+    """A gradient that is not finite leaves the weights alone: in this call of the update or in one before."""
+    actor, rollouts, old = _ready(model)
+    before = parameters(actor)
+    infinite = jagged([torch.full_like(row, torch.inf) for row in rollouts.advantages])
+    metrics = rollouts.update(actor, {**old, "advantages": infinite}, update_lr_scheduler=at == 1)
+    assert not math.isfinite(metrics["grad_norm"])
+    assert all(torch.equal(value, before[name]) for name, value in parameters(actor).items())
+    assert rollouts.update(actor, old)["actor/troll/lag"] == 0
+    assert rollouts.update(actor, old)["actor/troll/lag"] == 1
 
 
 def test_a_version_nobody_counts_is_no_lag(model: Path) -> None:

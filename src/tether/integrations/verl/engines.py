@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -64,7 +65,7 @@ class TROLLEngineMixin:
         model_config.model_type = "language_model"
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self._reference_pass = False
-        self._updates = 0  # since the trainer's last call of update_actor ended
+        self._updates = 0  # that moved the weights, since the trainer's last call of update_actor ended
         self._made: dict[int, int] = {}  # in each of its calls, by how many came before it
         self._settings: TROLLPolicyLossConfig | None = None
         self._network: NetworkBound | None = None
@@ -87,12 +88,17 @@ class TROLLEngineMixin:
         if projects:
             loss_function = self._projecting(data, loss_function)
         stepped = super().train_batch(data, loss_function)  # type: ignore[misc]
-        self._updates += 1
         if projects and self._network is not None:
             self._network.add(data)
             if tu.get_non_tensor_data(data, "update_lr_scheduler", default=False):  # the call's last
                 stepped["metrics"].update(self._network.enforce())
         return stepped
+
+    def optimizer_step(self) -> float:
+        """One step; verl leaves the weights alone where the gradient is not finite, and they get no older."""
+        norm: float = super().optimizer_step()  # type: ignore[misc]
+        self._updates += math.isfinite(norm)
+        return norm
 
     def lr_scheduler_step(self) -> Any:
         """The end of a call of update_actor: verl steps the schedule once in each, and saves it."""

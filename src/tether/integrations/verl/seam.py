@@ -28,6 +28,7 @@ SIGNATURES: dict[str, list[str]] = {
         "self", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
     ],
     f"{_ENGINE}:FSDPEngine.lr_scheduler_step": ["self"],
+    f"{_ENGINE}:FSDPEngine.optimizer_step": ["self"],
     "verl.workers.rollout.replica:RolloutReplicaRegistry.register": ["name", "loader"],
     "verl.workers.engine:EngineRegistry.register": ["model_type", "backend", "device", "vendor"],
     "verl.trainer.ppo.core_algos:register_policy_loss": ["name"],
@@ -89,6 +90,11 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         "verl.workers.engine:BaseEngine.train_batch",
         ["self.forward_backward_batch(data, loss_function, forward_only=False) "
          "grad_norm = self.optimizer_step()"],
+    ),
+    (
+        "a step whose gradient's norm is not finite is skipped, and the norm returned",
+        f"{_ENGINE}:FSDPEngine.optimizer_step",
+        ["if not torch.isfinite(grad_norm):", "return grad_norm.item()"],
     ),
     (
         "an actor's settings are made before its engine, and its loss is a partial of ppo_loss",
