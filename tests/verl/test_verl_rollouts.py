@@ -100,12 +100,15 @@ def _longer(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.cat((fields[name], fields[name])) for name in names}
 
 
-def _run(worker: Any, turns: Any) -> Any:
+def _run(worker: Any, turns: Any, *, validate: bool = False) -> Any:
     """A trajectory as verl's worker runs one, with `turns` as the agent loop."""
     kept = []
 
-    async def agent_loop(self: Any, sampling_params: dict[str, Any], *_: Any, **__: Any) -> None:
-        await self._agent_loop_postprocess(await turns(self.llm_client, sampling_params), False, uid="a")
+    async def agent_loop(
+        self: Any, sampling_params: dict[str, Any], trajectory: dict[str, Any], **_: Any
+    ) -> None:
+        output = await turns(self.llm_client, sampling_params)
+        await self._agent_loop_postprocess(output, trajectory["validate"], uid="a")
 
     async def keep(self: Any, output: Any, validate: bool, **_: Any) -> None:
         kept.append(output)
@@ -115,7 +118,8 @@ def _run(worker: Any, turns: Any) -> Any:
         patch.object(base, "_run_agent_loop", agent_loop),
         patch.object(base, "_agent_loop_postprocess", keep),
     ):
-        asyncio.run(worker._run_agent_loop({"top_p": 1.0, "top_k": -1, "temperature": 1.0, "logprobs": True}))
+        params = {"top_p": 1.0, "top_k": -1, "temperature": 1.0, "logprobs": True}
+        asyncio.run(worker._run_agent_loop(params, trajectory={"validate": validate}, agent_name="any"))
     return kept[0]
 
 
@@ -316,6 +320,23 @@ def test_validation_carries_nothing_more() -> None:
         asyncio.run(_worker(None)._agent_loop_postprocess([output, output], False))
     assert kept[0] is output
     assert [one.as_dict()["troll_sampler_count"].tolist() for one in kept[1]] == [[0], [0]]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_engine_is_not_asked_for_what_no_validation_uses(validate: bool) -> None:
+    """Log-probabilities; and their turns are not kept."""
+    asked, noted = [], []
+
+    async def turns(client: Any, params: dict[str, Any]) -> AgentLoopOutput:
+        asked.append(params["logprobs"])
+        answer = await _ask(client, [8, 9], params)
+        noted.append(rollouts._turns.get())
+        return AgentLoopOutput(prompt_ids=[8, 9], response_ids=answer.token_ids, response_mask=[1],
+                               metrics={}, extra_fields={})  # fmt: skip
+
+    _run(_worker(_Client(_Engine([([5], 1, "completed")]))), turns, validate=validate)
+    assert asked == [not validate]
+    assert noted[0] is None if validate else len(noted[0]) == 1
 
 
 def test_a_record_travels_between_processes() -> None:

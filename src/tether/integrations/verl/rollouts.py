@@ -134,10 +134,15 @@ class SamplerAgentLoopWorker(_Worker):
         policy_loss = self.config.actor_rollout_ref.actor.policy_loss
         self._mass = float(policy_loss.get("troll_mass", TROLLSettings.mass))
 
-    async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
-        token = _turns.set([])
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        validates = trajectory["validate"]
+        if validates:  # nothing is bounded by what an engine says of it, and each token would cost as much
+            sampling_params = {**sampling_params, "logprobs": False}
+        token = _turns.set(None if validates else [])
         try:
-            return await super()._run_agent_loop(*args, **kwargs)
+            return await super()._run_agent_loop(sampling_params, trajectory=trajectory, **kwargs)
         finally:
             _turns.reset(token)
 

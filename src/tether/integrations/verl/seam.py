@@ -167,6 +167,15 @@ SOURCES: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
+        "a trajectory's sampling asks for log-probabilities, and the trajectory says whether it validates",
+        _AGENT_LOOPS,
+        [
+            "logprobs=config.calculate_log_probs,",
+            "self._run_agent_loop( run_sampling_params, trajectory=trajectory,",
+            'trajectory["validate"]',
+        ],
+    ),
+    (
         "the schedule steps once in each call of update_actor",
         f"{_WORKERS}:TrainingWorker.train_mini_batch",
         ["update_lr_scheduler=batch_idx == total_num_iterations - 1"],
