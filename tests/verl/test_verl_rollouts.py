@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from tether.integrations.verl.rollouts import (
     SamplerAgentLoopWorker,
     TrainerSteps,
 )
-from tether.integrations.verl.vllm_reports import report
+from tether.integrations.verl.vllm_reports import ReportingEngine, report
 
 VOCABULARY = 10
 
@@ -337,6 +338,17 @@ def test_an_engine_is_not_asked_for_what_no_validation_uses(validate: bool) -> N
     _run(_worker(_Client(_Engine([([5], 1, "completed")]))), turns, validate=validate)
     assert asked == [not validate]
     assert noted[0] is None if validate else len(noted[0]) == 1
+
+
+@pytest.mark.parametrize("wrap", [RecordingClient, lambda inner: ReportingEngine(inner, 8)])
+def test_what_stands_before_a_client_or_an_engine_can_be_copied(wrap: Any) -> None:
+    """And pickled, as Ray may: both ask for attributes before there are any."""
+    wrapped = wrap(SimpleNamespace(name="verl's"))
+    for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):  # noqa: S301
+        assert type(again) is type(wrapped)
+        assert again.name == "verl's"
+        with pytest.raises(AttributeError, match="other"):
+            again.other  # noqa: B018
 
 
 def test_a_record_travels_between_processes() -> None:

@@ -25,6 +25,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
 
 from tether.errors import ConfigError
+from tether.integrations.verl.delegate import Delegate
 from tether.integrations.verl.sampler_fields import Turn, pack
 from tether.integrations.verl_switch import SAMPLER_SWITCH, SWITCH, TOP_K
 from tether.settings import TROLLSettings
@@ -35,18 +36,15 @@ _SILENT = ("sglang", "trtllm")
 _turns: ContextVar[list[Turn] | None] = ContextVar("troll_turns", default=None)
 
 
-class RecordingClient:
+class RecordingClient(Delegate):
     """verl's client of rollout servers, noting the answers of the trajectory that asks.
 
     Only those at the temperature at which the trainer compares the network with them.
     """
 
     def __init__(self, inner: Any, temperature: float = 1.0) -> None:
-        self._inner, self._temperature = inner, temperature
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is verl's."""
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._temperature = temperature
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any

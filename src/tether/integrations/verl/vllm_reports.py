@@ -13,19 +13,17 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tether.errors import ConfigError
 from tether.integrations.sampler_reports import Reported, report_sequence
+from tether.integrations.verl.delegate import Delegate
 from tether.integrations.verl_switch import TOP_K
 
 
-class ReportingEngine:
+class ReportingEngine(Delegate):
     """vLLM's engine, asked for more log-probabilities than verl does; keeps each request's last output."""
 
     def __init__(self, inner: Any, top_k: int) -> None:
-        self._inner, self._top_k = inner, top_k
+        super().__init__(inner)
+        self._top_k = top_k
         self.finished: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is vLLM's."""
-        return getattr(self._inner, name)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
