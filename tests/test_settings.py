@@ -10,6 +10,7 @@ import pytest
 
 from tether.errors import ConfigError, InvalidInputError
 from tether.projection import TROLLSettings
+from tether.settings import LagBound
 
 
 def test_a_bound_of_infinity_and_no_regression_are_choices() -> None:
@@ -27,3 +28,13 @@ def test_what_cannot_be_meant_is_refused_under_the_holders_name(name: str, value
     }
     with pytest.raises(ConfigError, match=rf"^actor\.loss\.troll_{name} must .*got "):
         TROLLSettings.read(SimpleNamespace(**held), "actor.loss.troll_")
+
+
+@pytest.mark.parametrize("text", ["inf", "Infinity", "+inf"])
+def test_infinity_as_text_is_told_how_yaml_writes_it(text: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^kl_bound must .*write \.inf there"):
+        TROLLSettings(kl_bound=text)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"^largest must .*write \.inf there"):
+        LagBound(largest=text)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="without quotes"):
+        TROLLSettings(top_k=text)  # type: ignore[arg-type]

@@ -235,7 +235,9 @@ def is_number(value: object) -> TypeGuard[float]:
 def _check_type(name: str, value: Any, kind: type, example: str) -> None:
     """Before anything is compared with it: what came out of a file or a shell may be text."""
     if not isinstance(value, kind) or isinstance(value, bool):  # which Python counts as a number
+        remedy = "Give it without quotes or brackets, or leave it out for the default."
+        if isinstance(value, str) and kind is Real and value.lstrip("+").lower() in ("inf", "infinity"):
+            remedy = "YAML reads inf as text: write .inf there, and math.inf in Python."
         raise InvalidInputError(
-            f"{name} must be {example}, got {value!r} of type {type(value).__name__}. Give it without quotes "
-            "or brackets, or leave it out for the default."
+            f"{name} must be {example}, got {value!r} of type {type(value).__name__}. {remedy}"
         )
