@@ -345,3 +345,12 @@ def test_weights_spoiled_in_one_process_are_the_old_ones_in_both(
 ) -> None:
     for numbers in together:
         assert numbers["spoiled in one"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("quantile", "tokens", "rank"), [(0.07, 100, 7), (0.57, 100, 57), (0.99, 10, 10)])
+def test_a_decimal_quantile_is_the_rank_that_was_written(quantile: float, tokens: int, rank: int) -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    step_back = StepBack([weight], budget=1e6, statistic=quantile)
+    step_back.record()
+    result = step_back.enforce(lambda: torch.arange(1, tokens + 1, dtype=torch.float64))
+    assert result.divergence_before == rank
