@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tether.projection import (
     gaussian_entropy,
     kl_diagonal_gaussian,
     kl_gaussian,
+    project_diagonal_gaussian,
     project_gaussian,
 )
 from tether.projection.gaussian_curves import KullbackLeiblerCurve, WassersteinCurve
@@ -164,3 +167,20 @@ def test_a_mixture_that_rounding_leaves_without_a_factor_keeps_the_old_covarianc
     result = project_gaussian(mean, new, mean, old, 0.05, 0.01, method="frobenius")
     assert torch.equal(result.scale_tril, old)
     assert result.cov_converged.tolist() == [False]
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-8, 1e-9, 1e-30, 1e-150])
+def test_divergence_of_a_collapsed_deviation_is_finite_and_right(ratio: float) -> None:
+    """(r^2 - 1)/2 - log r; r^2 is lost beside 1 below 1e-8, where only the logarithm is left."""
+    mean, old = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    scale = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
+    expected = (ratio**2 - 1) / 2 - math.log(ratio)
+    bar = 8 * torch.finfo(torch.float64).eps
+    diagonal = kl_diagonal_gaussian(mean, scale, mean, old)[1]
+    whole = kl_gaussian(mean, scale.diag_embed(), mean, old.diag_embed())[1]
+    for kl in (diagonal, whole):
+        assert kl.item() == pytest.approx(expected, rel=bar)
+        (slope,) = torch.autograd.grad(kl, scale)
+        assert slope.item() == pytest.approx(ratio - 1 / ratio, rel=bar)
+    result = project_diagonal_gaussian(mean, scale.detach(), mean, old, 0.1, 0.01)
+    assert result.cov_kl.item() == pytest.approx(expected, rel=bar)

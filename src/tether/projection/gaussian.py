@@ -213,7 +213,9 @@ def kl_diagonal_gaussian(
     old = old_scale.double()
     mean_part = 0.5 * ((mean.double() - old_mean.double()) / old).square().sum(-1)
     ratio = scale.double() / old
-    return mean_part.to(dtype), (0.5 * x_minus_log1p((ratio - 1) * (ratio + 1)).sum(-1)).to(dtype)
+    return mean_part.to(dtype), (0.5 * x_minus_log1p((ratio - 1) * (ratio + 1), 2 * ratio.log()).sum(-1)).to(
+        dtype
+    )
 
 
 def gaussian_entropy(scale_tril: Tensor) -> Tensor:

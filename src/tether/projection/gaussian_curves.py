@@ -56,7 +56,7 @@ class KullbackLeiblerCurve:
     """
 
     def divergence(self, lam: Tensor) -> Tensor:
-        return 0.5 * x_minus_log1p(lam - 1).sum(-1)
+        return 0.5 * x_minus_log1p(lam - 1, lam.log()).sum(-1)
 
     def step(self, lam: Tensor, bound: Tensor) -> Tensor:
         # dKL/ds = s/2 sum((lam - 1) / den)^2 with den between 1 and lam: both ends of a bracket.
@@ -68,8 +68,8 @@ class KullbackLeiblerCurve:
         start = (bound / self.divergence(lam)).sqrt()
 
         def divergence_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-            moved = (lam - 1) / self._denominator(lam, s)
-            return 0.5 * x_minus_log1p(s[:, None] * moved).sum(-1), 0.5 * s * moved.square().sum(-1)
+            moved, log = (lam - 1) / self._denominator(lam, s), self.ratios(lam, s).log()
+            return 0.5 * x_minus_log1p(s[:, None] * moved, log).sum(-1), 0.5 * s * moved.square().sum(-1)
 
         # Whether it converged is judged by the divergence of the result, once for all methods.
         return solve_increasing(divergence_and_slope, bound, low, high, start).x
@@ -125,10 +125,15 @@ class WassersteinCurve:
         return 1 + s * (lam.sqrt() - 1)
 
 
-def x_minus_log1p(x: Tensor) -> Tensor:
-    """x - log(1 + x) to full relative accuracy, also where the two nearly cancel.
+def x_minus_log1p(x: Tensor, log: Tensor) -> Tensor:
+    """x - log(1 + x) to full relative accuracy, also where the two nearly cancel and where x is nearly -1.
 
-    >>> round(x_minus_log1p(torch.tensor(1e-12, dtype=torch.float64)).item() * 1e24, 9)
+    Args:
+        x: above -1, or -1 by rounding.
+        log: log(1 + x) to its own accuracy, used where 1 + x has lost digits that x cannot hold.
+
+    >>> x = torch.tensor(1e-12, dtype=torch.float64)
+    >>> round(x_minus_log1p(x, x.log1p()).item() * 1e24, 9)
     0.5
     """
     small = x.abs() < _SERIES_RADIUS
@@ -136,4 +141,6 @@ def x_minus_log1p(x: Tensor) -> Tensor:
     series = torch.zeros_like(x)
     for power in range(_SERIES_TERMS + 1, 1, -1):  # Horner: x^2 (1/2 - x/3 + x^2/4 - ...)
         series = 1 / power - near * series
-    return torch.where(small, near.square() * series, x - torch.where(small, 0.0, x).log1p())
+    far = x < -0.5
+    log1p = torch.where(far, log, torch.where(small | far, 0.0, x).log1p())
+    return torch.where(small, near.square() * series, x - log1p)
