@@ -204,6 +204,13 @@ def test_episodes_that_do_not_differ_give_no_interval(run: Path, capsys: pytest.
     assert f"{found['return']['mean']:.4g} to" not in shown
 
 
+def test_the_evaluation_of_the_current_folder_has_the_runs_name(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    assert commands.eval_command(EvalConfig(Path(), episodes=1))["run"] == run.name
+
+
 def test_the_evaluation_of_a_run_repeats_its_last_one(run: Path) -> None:
     numbers = commands.eval_command(EvalConfig(run, episodes=3))
     last = RunFolder.open(run).evals()[-1]

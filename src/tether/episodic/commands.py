@@ -146,7 +146,7 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
         headline = sampler.spec.headline
     steps = [checkpoint.step for checkpoint in RunFolder.open(config.run).checkpoints()]
     numbers: dict[str, Any] = {
-        "run": config.run.name,
+        "run": config.run.resolve().name,  # also of "."
         "env": settings.env_id,
         "step": steps[-1] if config.step is None else config.step,
         "episodes": config.episodes,
