@@ -19,7 +19,7 @@ from tether.experiments import RunFolder
 def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where the preset itself has keywords for the environment."""
+    """Also where there are keywords for the environment, whose text may look like something else."""
     config = CompareConfig(tmp_path, preset="metaworld-quick:reach-v3", seeds=(0, 4), iterations=9)
     runs = comparison_runs(config)
     assert [(run.settings.algo, run.settings.seed) for run in runs] == [
@@ -37,10 +37,12 @@ def test_a_comparisons_settings_survive_the_file_each_run_is_started_with(
     monkeypatch.setattr(commands, "train_command", note)
     with_keywords = CompareConfig(tmp_path, preset="hopper-jump-sparse-long", seeds=(1,))
     runs += comparison_runs(with_keywords)
+    words = {"level": "1", "hard": "True", "mode": "dense", "sizes": (1, 2), "gain": -1.5, "flag": "--fast"}
+    runs.append(replace(runs[-1], settings=replace(runs[-1].settings, env_options=words)))
     for one in runs:
         assert tether("episodic", "train", *commands._job(one).command[5:]) == 1
     assert seen == runs
-    assert seen[-1].settings.env_options == {"show_memory": True}
+    assert seen[-2].settings.env_options == {"show_memory": True}
 
 
 @pytest.mark.parametrize("config", [{"algos": ()}, {"seeds": (1, 1)}, {"jobs": 0}])

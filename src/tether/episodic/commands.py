@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tether.episodic.algorithms import build_learner
+from tether.episodic.config import typed_keywords
 from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_seeds
 from tether.episodic.figures import sample_motions, save_exploration
 from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, TrainConfig, comparison_runs
@@ -301,7 +302,9 @@ def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:
 def _job(run: TrainConfig, study: str = "") -> Job:
     out = run.folder()
     options = asdict(run)
-    file = write_settings(out.with_name(out.name + ".yaml"), options.pop("settings") | options)
+    options = options.pop("settings") | options
+    options["env_options"] = typed_keywords(run.settings.env_options)
+    file = write_settings(out.with_name(out.name + ".yaml"), options)
     command = (sys.executable, "-m", "tether", "episodic", "train", "--config", str(file))
     name = f"{run.label or run.settings.algo}, seed {run.settings.seed}"
     name = f"{study}: {name}" if study else name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,7 +28,10 @@ Precision = Literal["float32", "float64"]
 
 
 def _keywords_from_words(words: Sequence[str]) -> dict[str, Any]:
-    """Names and values in turn, as they are typed: numbers, True and False become what they say."""
+    """Names and values in turn, as they are typed: numbers, True and False become what they say.
+
+    Text that would be read as one of those is typed in quotation marks, as `typed_keywords` writes all text.
+    """
     if len(words) % 2:
         raise ValueError(f"give a value for each name; got {' '.join(words)}")
     keywords: dict[str, Any] = {}
@@ -40,12 +43,21 @@ def _keywords_from_words(words: Sequence[str]) -> dict[str, Any]:
     return keywords
 
 
+def typed_keywords(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """Keywords of an environment as they are typed, so that each is read as what it is: "1" is no number.
+
+    >>> typed_keywords({"level": "1", "size": (1, 2), "dense": True})
+    {'level': "'1'", 'size': '(1, 2)', 'dense': 'True'}
+    """
+    return {name: repr(value) for name, value in keywords.items()}
+
+
 _KEYWORDS = tyro.constructors.PrimitiveConstructorSpec[dict[str, Any]](
     nargs="*",
     metavar="[NAME VALUE ...]",
     instance_from_str=_keywords_from_words,
     is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda keywords: [word for pair in keywords.items() for word in map(str, pair)],
+    str_from_instance=lambda keywords: [word for pair in typed_keywords(keywords).items() for word in pair],
 )
 
 
