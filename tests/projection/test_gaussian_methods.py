@@ -184,3 +184,11 @@ def test_divergence_of_a_collapsed_deviation_is_finite_and_right(ratio: float) -
         assert slope.item() == pytest.approx(ratio - 1 / ratio, rel=bar)
     result = project_diagonal_gaussian(mean, scale.detach(), mean, old, 0.1, 0.01)
     assert result.cov_kl.item() == pytest.approx(expected, rel=bar)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, -0.9, -3.0])
+def test_the_sign_of_a_factors_diagonal_says_nothing(ratio: float) -> None:
+    """L and L times a diagonal of signs are factors of one covariance."""
+    mean, old = torch.zeros(1, dtype=torch.float64), torch.eye(1, dtype=torch.float64)
+    signed, plain = (kl_gaussian(mean, value * old, mean, old)[1] for value in (ratio, -ratio))
+    assert torch.equal(signed, plain)

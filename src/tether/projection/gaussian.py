@@ -20,7 +20,7 @@ from tether.projection.gaussian_covariance import (
     project_factor,
     project_scale,
 )
-from tether.projection.gaussian_curves import x_minus_log1p
+from tether.projection.gaussian_curves import kl_of_scales
 from tether.settings import is_number
 
 
@@ -212,10 +212,7 @@ def kl_diagonal_gaussian(
     dtype = torch.promote_types(mean.dtype, scale.dtype)
     old = old_scale.double()
     mean_part = 0.5 * ((mean.double() - old_mean.double()) / old).square().sum(-1)
-    ratio = scale.double() / old
-    return mean_part.to(dtype), (0.5 * x_minus_log1p((ratio - 1) * (ratio + 1), 2 * ratio.log()).sum(-1)).to(
-        dtype
-    )
+    return mean_part.to(dtype), kl_of_scales(scale.double() / old).to(dtype)
 
 
 def gaussian_entropy(scale_tril: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tether.projection.gaussian_curves import (
     CovarianceCurve,
     KullbackLeiblerCurve,
     WassersteinCurve,
-    x_minus_log1p,
+    kl_of_scales,
 )
 from tether.projection.solve import solve_increasing
 
@@ -353,7 +353,7 @@ def _kl_of_triangle(ratio: Tensor) -> Tensor:
     diagonal.zero_()
     below = _squared_norm(ratio)
     diagonal.copy_(kept)
-    return 0.5 * (x_minus_log1p((kept - 1) * (kept + 1), 2 * kept.log()).sum(-1) + below)
+    return kl_of_scales(kept) + 0.5 * below
 
 
 def _inner_product(first: Tensor, second: Tensor) -> Tensor:
@@ -370,4 +370,4 @@ def kl_of_whitened_factor(ratio: Tensor) -> Tensor:
     """KL(N(0, R Rᵀ) ‖ N(0, I)) of lower triangular R, [..., W, W] -> [...]."""
     diagonal = ratio.diagonal(dim1=-2, dim2=-1)
     below = torch.linalg.vector_norm(ratio.tril(-1), dim=(-2, -1)).square()
-    return 0.5 * (x_minus_log1p((diagonal - 1) * (diagonal + 1), 2 * diagonal.log()).sum(-1) + below)
+    return kl_of_scales(diagonal) + 0.5 * below

@@ -68,7 +68,8 @@ class KullbackLeiblerCurve:
         start = (bound / self.divergence(lam)).sqrt()
 
         def divergence_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-            moved, log = (lam - 1) / self._denominator(lam, s), self.ratios(lam, s).log()
+            denominator = self._denominator(lam, s)
+            moved, log = (lam - 1) / denominator, (lam / denominator).log()
             return 0.5 * x_minus_log1p(s[:, None] * moved, log).sum(-1), 0.5 * s * moved.square().sum(-1)
 
         # Whether it converged is judged by the divergence of the result, once for all methods.
@@ -123,6 +124,15 @@ class WassersteinCurve:
     @staticmethod
     def _root(lam: Tensor, s: Tensor) -> Tensor:
         return 1 + s * (lam.sqrt() - 1)
+
+
+def kl_of_scales(ratio: Tensor) -> Tensor:
+    """KL(N(0, r^2) ‖ N(0, 1)) of standard deviations r, [..., W] -> [...], in nats; their signs say nothing.
+
+    >>> round(kl_of_scales(torch.tensor([1.0, -0.5], dtype=torch.float64)).item(), 6)
+    0.318147
+    """
+    return 0.5 * x_minus_log1p((ratio - 1) * (ratio + 1), 2 * ratio.abs().log()).sum(-1)
 
 
 def x_minus_log1p(x: Tensor, log: Tensor) -> Tensor:

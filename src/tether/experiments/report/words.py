@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +172,11 @@ def shared_ending(labels: Sequence[str]) -> str:
     >>> shared_ending(["TROLL, 8 updates"])
     ''
     """
-    parts = [label.split(", ")[1:] for label in dict.fromkeys(labels)]
-    shared: list[str] = []
-    if len(parts) > 1:
-        for column in zip(*map(reversed, parts), strict=False):
-            if len(set(column)) > 1:
-                break
-            shared.insert(0, f", {column[0]}")
-    return "".join(shared)
+    backwards = [label.split(", ")[:0:-1] for label in dict.fromkeys(labels)]  # but for the first part
+    if len(backwards) < 2:
+        return ""
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*backwards, strict=False))
+    return "".join(f", {parts[0]}" for parts in reversed(list(shared)))
 
 
 def by_difference(mixed: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
