@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, settings
+from hypothesis.internal.conjecture import providers
 
 import machine
 
@@ -23,6 +24,11 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
 )
 settings.load_profile("tether")
+
+# Hypothesis also draws the constants of whatever modules are imported by then: which, in a process that shares the
+# tests with another, hangs on the other's speed, and a test that depends on it fails on some days.
+_no_constants = providers._local_constants
+providers._get_local_constants = lambda: _no_constants
 
 # One thread, or as many as the environment asks for (`make test-portable` asks for one and for two).
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

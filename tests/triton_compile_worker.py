@@ -81,7 +81,7 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         2,
         dict.fromkeys(("new", "old", "bound", "step", "kl", "upstream", "grad"), F32)
         | {"constrained": "*i8"},
-        TINY,
+        {**TINY, "EPSILON": NUMBERS.eps},
     ),
     (
         chunks.project_wide_kernel,
@@ -95,7 +95,7 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         16,
         dict.fromkeys(("new", "old", "bound", "step", "kl", "known", "upstream", "grad"), F32)
         | {"constrained": "*i8"},
-        WIDE,
+        {**WIDE, "EPSILON": NUMBERS.eps},
     ),
     *(
         (

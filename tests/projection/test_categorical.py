@@ -579,6 +579,15 @@ def test_nasty_rows_stay_inside_normalised_and_with_finite_gradients(
     assert torch.equal(gradient[~result.projected], upstream[~result.projected])
 
 
+def test_the_gradient_is_finite_where_no_step_can_meet_the_bound() -> None:
+    """Half of the mass on an outcome the old policy gave e^-1e30: the step is 1 but for less than rounding."""
+    new = torch.tensor([[0.0, -80.0, 0.0, -80.0, -INF]], requires_grad=True)
+    old = torch.tensor([[-1e30, 0.0, 30.0, 0.0, 0.0]])
+    result = project_categorical(new, old, 1e-3)
+    (gradient,) = torch.autograd.grad(result.log_probs, new, torch.tensor([[1.0, -1.0, 1.0, 1.0, 1.0]]))
+    assert gradient.abs().max() <= 10
+
+
 @given(_nasty_rows())
 def test_the_divergence_of_nasty_rows_equals_a_term_by_term_sum(case: tuple[Tensor, Tensor, float]) -> None:
     new, old, _ = case

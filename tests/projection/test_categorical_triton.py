@@ -162,6 +162,14 @@ def test_float32_gradients_are_within_twice_the_rounding_of_the_plain_path() -> 
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
+def test_float32_gradients_are_finite_where_no_step_can_meet_the_bound() -> None:
+    new = torch.tensor([[0.0, -80.0, 0.0, -80.0, -INF]], device=DEVICE)
+    old = torch.tensor([[-1e30, 0.0, 30.0, 0.0, 0.0]], device=DEVICE)
+    (_, plain), (_, ours) = _both(new, old, 1e-3, torch.ones_like(new))
+    assert plain.isfinite().all()
+    assert torch.allclose(ours, plain, rtol=0, atol=SUMMED_ANOTHER_WAY * unit_of(1.0))
+
+
 def test_float32_gradients_survive_an_outcome_that_is_masked_by_a_huge_number() -> None:
     new, old = _rows(2, 40, 1.5)
     new[0, 4], old[0, 4] = torch.finfo(torch.float32).min, -30.0

@@ -151,7 +151,8 @@ class _Project(torch.autograd.Function):
             output[rows] = where(moved, log_probs, output[rows])
             step[rows] = torch.where(active[rows], x / geodesic.scale, step[rows])
             converged[rows] = met | ~active[rows]
-            pieces.append((rows, probs, centred, variance, step[rows], constrained, moved, geodesic.free))
+            held = constrained & (variance > smallest_variance(kl_bound, new.dtype))
+            pieces.append((rows, probs, centred, variance, step[rows], held, moved, geodesic.free))
         if ctx.needs_input_grad[0]:
             ctx.blocks = [piece[0] for piece in pieces]
             ctx.save_for_backward(*(tensor for piece in pieces for tensor in piece[1:]))
@@ -177,26 +178,35 @@ def _implicit_gradient(
     centred: Tensor,
     variance: Tensor,
     step: Tensor,
-    constrained: Tensor,
+    held: Tensor,
     moved: Tensor | None,
     free: Tensor | None,
 ) -> Tensor:
     """Gradient with respect to the new log-probabilities of projected regions.
 
     dL/dz = s [g - pi sum(g) - (sum(g c) / sum(pi c^2)) pi c] with c = z - E[z]. The last term takes
-    out the direction that would change the divergence, which the constraint holds fixed; c is given up to a
-    factor, the same for all tokens of a region.
+    out the direction that would change the divergence, which the constraint holds fixed, in regions `held`
+    by it; c is given up to a factor, the same for all tokens of a region.
     """
     # A projected probability of zero is constant: whatever arrives for it goes nowhere.
     pulled = where(free, upstream, 0.0)
-    # No variance: all mass on one outcome, and no direction that would change the divergence.
-    constrained = constrained & (variance > torch.finfo(variance.dtype).tiny * 1e6)
-    along = torch.where(constrained, (pulled * centred).sum((-1, -2)) / variance, 0.0)
+    along = torch.where(held, (pulled * centred).sum((-1, -2)) / variance, 0.0)
     # The probability first: where it is zero, the other two may be as large as a float32 can be.
     drop = torch.mul(probs, centred).mul_(along[:, None, None])
     drop.addcmul_(probs, pulled.sum(-1, keepdim=True))
     inner = torch.sub(pulled, drop, out=drop).mul_(step[:, None, None])
     return where(moved, where(free, inner, 0.0), upstream)
+
+
+def smallest_variance(kl_bound: float, dtype: torch.dtype) -> float:
+    """Up to this variance of the centred tilt no direction changes the divergence, whatever the bound asks.
+
+    The variance is what the divergence gains where the step grows by its own size, and at the bound it is near
+    twice the bound. Below the bound's rounding all mass is on one outcome, and the others, however
+    unlikely, would get a gradient without end.
+    """
+    numbers = torch.finfo(dtype)
+    return max(numbers.tiny * 1e6, numbers.eps * kl_bound)
 
 
 def _blocks_to_project(active: Tensor, region_size: int) -> list[Any]:

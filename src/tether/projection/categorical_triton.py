@@ -55,12 +55,14 @@ class _ProjectRows(torch.autograd.Function):
         if grad is None:
             return None, None, None
         new, *saved = ctx.saved_tensors
+        numbers = torch.finfo(new.dtype)
         grad, grad_in = grad.contiguous(), torch.empty_like(new)
         kernel = project_wide_backward_kernel if new.shape[-1] > _IN_REGISTERS else project_backward_kernel
         with torch.cuda.device_of(new):
             kernel[(len(new),)](
-                new, *saved, grad, grad_in, new.shape[-1], TINY=torch.finfo(new.dtype).tiny, **_sizes(new)
-            )
+                new, *saved, grad, grad_in, new.shape[-1],
+                EPSILON=numbers.eps, TINY=numbers.tiny, **_sizes(new),
+            )  # fmt: skip
         return grad_in, None, None
 
 

@@ -16,6 +16,7 @@ from tether.projection.categorical_triton_kernels import (
     first_guess,
     first_step,
     next_step,
+    smallest_variance,
 )
 
 #: Numbers kept of each row: what normalises new and old, what becomes of new zeros (see `_treat_zeros`), the
@@ -88,7 +89,7 @@ def project_wide_kernel(
 @triton.jit
 def project_wide_backward_kernel(
     new, old, bound, step, kl, constrained, known, upstream, grad, outcomes,
-    TINY: tl.constexpr, BLOCK: tl.constexpr,
+    EPSILON: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_implicit_gradient` of one row."""
     row = tl.program_id(0)
@@ -98,7 +99,8 @@ def project_wide_backward_kernel(
     upstream += at
     grad += at
     known += row * 12
-    if tl.load(kl + row) > tl.load(bound):
+    limit = tl.load(bound)
+    if tl.load(kl + row) > limit:
         curve = (
             tl.load(known), tl.load(known + 1), tl.load(known + 2), tl.load(known + 3),
             tl.load(known + 4), tl.load(known + 5), tl.load(known + 6), tl.load(known + 7),
@@ -119,7 +121,8 @@ def project_wide_backward_kernel(
             along += tl.sum(pulled * centred, 0)
             arrived += tl.sum(pulled, 0)
         along = along / tl.maximum(variance, TINY)
-        along = tl.where((tl.load(constrained + row) != 0) & (variance > TINY * 1e6), along, 0.0)
+        held = (tl.load(constrained + row) != 0) & (variance > smallest_variance(limit, EPSILON, TINY))
+        along = tl.where(held, along, 0.0)
         s = tl.load(step + row)
         for first in range(0, outcomes, BLOCK):
             column, start, ratio, free = _chunk(new, old, curve, first, outcomes, BLOCK)

@@ -56,7 +56,7 @@ def project_kernel(
 @triton.jit
 def project_backward_kernel(
     new, old, bound, step, kl, constrained, upstream, grad, outcomes,
-    TINY: tl.constexpr, WIDTH: tl.constexpr,
+    EPSILON: tl.constexpr, TINY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`_implicit_gradient` of one row, which is formed again."""
     row = tl.program_id(0)
@@ -76,10 +76,17 @@ def project_backward_kernel(
         variance = tl.sum(probs * centred * centred, 0)
         pulled = tl.where(free, arrived, 0.0)
         along = tl.sum(pulled * centred, 0) / tl.maximum(variance, TINY)
-        along = tl.where((tl.load(constrained + row) != 0) & (variance > TINY * 1e6), along, 0.0)
+        held = (tl.load(constrained + row) != 0) & (variance > smallest_variance(limit, EPSILON, TINY))
+        along = tl.where(held, along, 0.0)
         inner = (pulled - tl.sum(pulled, 0) * probs - along * (centred * probs)) * s
         arrived = tl.where(free, inner, 0.0)
     tl.store(grad + at, arrived, mask=inside)
+
+
+@triton.jit
+def smallest_variance(bound, EPSILON: tl.constexpr, TINY: tl.constexpr):
+    """`categorical.smallest_variance`."""
+    return tl.maximum(bound * EPSILON, TINY * 1e6)
 
 
 @triton.jit
