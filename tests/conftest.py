@@ -25,8 +25,8 @@ settings.register_profile(
 )
 settings.load_profile("tether")
 
-# Hypothesis also draws the constants of whatever modules are imported by then: which, in a process that shares the
-# tests with another, hangs on the other's speed, and a test that depends on it fails on some days.
+# Hypothesis also draws the constants of whatever modules are imported by then: which, in a process that
+# shares the tests with another, hangs on the other's speed, and a test that depends on it fails on some days.
 _no_constants = providers._local_constants
 providers._get_local_constants = lambda: _no_constants
 

@@ -198,3 +198,19 @@ def test_the_results_table_shows_each_method_with_its_interval(make_run: MakeRun
     assert "-5.0 points" in text
     assert "0:06" in text
     assert results_table(summarise(load_runs(paths))).row_count == 1
+
+
+def test_the_table_says_once_what_all_labels_end_in_and_cuts_no_setting_off(make_run: MakeRun) -> None:
+    evaluations = [{"step": 0, "success": 0.3, "problems": 50}, {"step": 3, "success": 0.4, "problems": 50}]
+    paths = [
+        make_run(name, [{"step_seconds": 1.0}], evaluations, label=f"{method}, 64 updates, lr 0.0003")
+        for name, method in (("a", "dppo divergence_low=0.05, divergence_high=0.05"), ("b", "clip"))
+    ]
+    out = io.StringIO()
+    print_results(paths, Console(file=out, width=80))
+    title, rows = out.getvalue().split("\n", 1)
+    assert title.strip() == "Success, 64 updates, lr 0.0003"
+    assert "64 updates" not in rows
+    named = "".join(line.split("│")[1].strip() for line in rows.split("\n") if line.startswith("│"))
+    assert "divergence_high=0.05" in named
+    assert max(map(len, out.getvalue().split("\n"))) <= 80

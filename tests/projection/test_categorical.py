@@ -580,7 +580,7 @@ def test_nasty_rows_stay_inside_normalised_and_with_finite_gradients(
 
 
 def test_the_gradient_is_finite_where_no_step_can_meet_the_bound() -> None:
-    """Half of the mass on an outcome the old policy gave e^-1e30: the step is 1 but for less than rounding."""
+    """Half of the mass where the old policy had e^-1e30: the step is 1 but for less than rounding."""
     new = torch.tensor([[0.0, -80.0, 0.0, -80.0, -INF]], requires_grad=True)
     old = torch.tensor([[-1e30, 0.0, 30.0, 0.0, 0.0]])
     result = project_categorical(new, old, 1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,21 @@ def by_label(runs: Iterable[RunData]) -> dict[str, list[RunData]]:
     for run in runs:
         groups.setdefault(run.config.label, []).append(run)
     return groups
+
+
+def shared_ending(labels: Sequence[str]) -> str:
+    """The parts at the end of labels that all of them bear: in a grid of one point, the point.
+
+    >>> shared_ending(["TROLL, 8 updates, lr 1e-05", "clip, 8 updates, lr 1e-05"])
+    ', 8 updates, lr 1e-05'
+    >>> shared_ending(["TROLL, 8 updates"])
+    ''
+    """
+    backwards = [label.split(", ")[:0:-1] for label in dict.fromkeys(labels)]  # but for the first part
+    if len(backwards) < 2:
+        return ""
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*backwards, strict=False))
+    return "".join(f", {parts[0]}" for parts in reversed(list(shared)))
 
 
 def is_number(value: object) -> bool:

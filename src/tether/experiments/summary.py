@@ -12,7 +12,7 @@ import numpy as np
 
 from tether.errors import MissingDependencyError
 from tether.experiments.progress import format_duration
-from tether.experiments.run_data import RunData, by_label, is_number
+from tether.experiments.run_data import RunData, by_label, is_number, shared_ending
 from tether.experiments.run_kind import Kinds
 from tether.experiments.statistics import Curve, Interval, bootstrap_interval, proportion_interval
 from tether.experiments.study_table import load_runs
@@ -117,15 +117,15 @@ def results_table(summaries: Sequence[MethodSummary]) -> Table:
     name = summaries[0].metric_text if summaries else "success"
     over = " and ".join(sorted({summary.over for summary in summaries} - {"nothing"}))
     caption = f"intervals: 95 % over {over}" if over else "no intervals: one run, unknown number of problems"
-    table = Table(
-        title=name[:1].upper() + name[1:], caption=caption, title_justify="left", caption_justify="left"
-    )
-    table.add_column("method", style="bold", min_width=10)
+    point = shared_ending([summary.label for summary in summaries])
+    title = name[:1].upper() + name[1:] + point
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("method", style="bold", min_width=10, overflow="fold")
     for heading in ("seeds", "start", "final", "gain", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(
-            Text(summary.label + (f" ({summary.remarks})" if summary.remarks else "")),
+            Text(summary.label.removesuffix(point) + (f" ({summary.remarks})" if summary.remarks else "")),
             str(len(summary.seeds)),
             # The interval below its value: the table then fits a terminal of 80 columns.
             format_interval(summary.start, summary.is_fraction).replace(" (", "\n("),

@@ -201,8 +201,8 @@ def _implicit_gradient(
 def smallest_variance(kl_bound: float, dtype: torch.dtype) -> float:
     """Up to this variance of the centred tilt no direction changes the divergence, whatever the bound asks.
 
-    The variance is what the divergence gains where the step grows by its own size, and at the bound it is near
-    twice the bound. Below the bound's rounding all mass is on one outcome, and the others, however
+    The variance is what the divergence gains where the step grows by its own size, and at the bound it is
+    near twice the bound. Below the bound's rounding all mass is on one outcome, and the others, however
     unlikely, would get a gradient without end.
     """
     numbers = torch.finfo(dtype)

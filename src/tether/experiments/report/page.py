@@ -18,10 +18,9 @@ from tether.experiments.report.words import (
     compare_settings,
     mixed_labels,
     render,
-    shared_ending,
 )
 from tether.experiments.run_config import now
-from tether.experiments.run_data import RunData
+from tether.experiments.run_data import RunData, shared_ending
 from tether.experiments.run_kind import Kinds, RunKind
 from tether.experiments.study_table import load_runs
 from tether.experiments.summary import MethodSummary, format_gain, format_interval, summarise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +162,6 @@ def mixed_labels(runs: Sequence[RunData]) -> dict[str, list[str]]:
         if different or len(set(seeds)) < len(seeds):
             mixed[label] = different or ["nothing but their folder: a seed appears twice"]
     return mixed
-
-
-def shared_ending(labels: Sequence[str]) -> str:
-    """The parts at the end of labels that all of them bear: in a grid of one point, the point.
-
-    >>> shared_ending(["TROLL, 8 updates, lr 1e-05", "clip, 8 updates, lr 1e-05"])
-    ', 8 updates, lr 1e-05'
-    >>> shared_ending(["TROLL, 8 updates"])
-    ''
-    """
-    backwards = [label.split(", ")[:0:-1] for label in dict.fromkeys(labels)]  # but for the first part
-    if len(backwards) < 2:
-        return ""
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*backwards, strict=False))
-    return "".join(f", {parts[0]}" for parts in reversed(list(shared)))
 
 
 def by_difference(mixed: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
