@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import sys
@@ -11,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from tether.errors import ConfigError, did_you_mean
+
+_MOST_NAMED = 30
+"""Most known names in a message, those nearest to what was given: of robots there are twice as many."""
 
 
 def look_up(name: str, table: Mapping[str, Any], what: str) -> Any:
@@ -68,7 +72,9 @@ def unknown(name: str, known: Iterable[str], what: str) -> ConfigError:
     Unknown fraction 'half'. Did you mean 'halve'? Known: halve, third. Your own: 'package.module:name'.
     """
     known = sorted(known)
+    nearest = sorted(difflib.get_close_matches(name, known, n=_MOST_NAMED, cutoff=0.0))
+    more = f" and {len(known) - len(nearest)} more" if len(known) > len(nearest) else ""
     return ConfigError(
-        f"Unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. "
+        f"Unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(nearest)}{more}. "
         "Your own: 'package.module:name'."
     )

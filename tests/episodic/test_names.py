@@ -89,7 +89,9 @@ def test_every_built_in_algorithm_is_found_and_other_names_are_imported() -> Non
         (preset, "metaworld-papr:reach-v3", r"Unknown preset 'metaworld-papr'.*'metaworld-paper'"),
         (preset, "test_names:not_a_config", "no EpisodicConfig"),
         (make_position_controlled, "tether/HoperJump-v0", "Did you mean 'tether/HopperJump-v0'"),
+        (make_position_controlled, "tether/HoperJump-v0", r"HopperJump-v0, .* and \d+ more\. Your own"),
         (make_position_controlled, "test_names:my/Robot-v0", "Unknown environment 'test_names:my/Robot-v0'"),
+        (make_position_controlled, "CartPole-v1", r"gymnasium knows CartPole-v1, .* register_adapter"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest_known_one(

@@ -46,6 +46,11 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
     if module:
         import_module(module, env_id)
     known = {**BUILT_IN_ADAPTERS, **ADAPTERS}
+    if name not in known and name in gymnasium.registry:
+        raise ConfigError(
+            f"gymnasium knows {name}, but nothing says how its robot follows positions: write an adapter "
+            "of a few lines, and call register_adapter in a module that you name (docs/episodic_envs.md)."
+        )
     if name not in known:
         raise unknown(env_id, known, "environment")
     try:
