@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,25 @@ def test_random_numbers_of_a_task_do_not_depend_on_other_tasks(measured: Path) -
     results = run_evaluation(settings(task=("chained", "arithmetic"), token_scores=False))
     texts = [[one["text"] for one in found["samples"]] for found in results[1].rows["model"]]
     assert texts == [[one["text"] for one in found["samples"]] for found in lines(measured)]
+
+
+def test_compact_rollouts_give_the_same_greedy_responses_and_other_samples(measured: Path) -> None:
+    compact = run_evaluation(settings(rollouts="compact"))[0].rows["model"]
+    plain = lines(measured)
+    assert [row["greedy"]["text"] for row in compact] == [row["greedy"]["text"] for row in plain]
+    assert [row["samples"] for row in compact] != [row["samples"] for row in plain]
+    assert [len(row["samples"]) for row in compact] == [len(row["samples"]) for row in plain]
+
+
+def test_a_measurement_older_than_a_setting_goes_on_with_its_default(tmp_path: Path, measured: Path) -> None:
+    shutil.copytree(measured, tmp_path / "eval")
+    file = tmp_path / "eval" / "config.json"
+    known = json.loads(file.read_text())
+    del known["rollouts"]
+    file.write_text(json.dumps(known))
+    run_evaluation(settings(tmp_path / "eval"))
+    with pytest.raises(CheckpointError, match="rollouts: 'transformers' then, 'compact' now"):
+        run_evaluation(settings(tmp_path / "eval", rollouts="compact"))
 
 
 def test_greedy_or_samples_alone() -> None:

@@ -120,7 +120,7 @@ def _ask(
         loaded.model, loaded.tokenizer, task, problems,
         max_response_tokens=config.max_response_tokens, batch_size=config.batch_size, seed=seed,
         temperature=config.temperature if sample else None,
-        chat_template_options=config.chat_template_options,
+        chat_template_options=config.chat_template_options, compact=config.rollouts == "compact",
     )  # fmt: skip
     return [(response, _judged(response, verdict)) for response, verdict in answered]
 

@@ -182,6 +182,8 @@ def _claimed(folder: Path, config: EvalConfig) -> Iterator[None]:
 
 
 def _refuse_other_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    # A measurement older than a setting did then what the default does now.
+    old = load_json(dump_json(EvalConfig().settings())) | old
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if changed:
         listed = "; ".join(f"{name}: {old.get(name)!r} then, {new.get(name)!r} now" for name in changed)
