@@ -47,7 +47,7 @@ class EvalConfig:
     """Responses generated at a time."""
     rollouts: Literal["transformers", "compact"] = "transformers"
     """What writes the responses, as in training. compact reads each prompt once for all of its samples and is
-    several times as fast on a CPU; its samples are others of the same distribution."""
+    faster on a CPU; its samples are others of the same distribution."""
     chat_template_options: dict[str, OptionValue] = field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking for Qwen3."""
     token_scores: bool = True
