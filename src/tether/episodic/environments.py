@@ -30,8 +30,9 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
         options: for ``gymnasium.make``.
 
     Raises:
-        ConfigError: an unknown id; the message names the nearest known one. Or a module that cannot be
-            imported, options that the environment does not have, or an adapter that contradicts itself.
+        ConfigError: an unknown id; the message names the nearest known ones. Or one without an adapter, a
+            module that cannot be imported, options that the environment does not have, or an adapter that
+            contradicts itself.
         MissingDependencyError: what the environment needs is not installed.
 
     >>> import numpy as np
@@ -46,12 +47,12 @@ def make_position_controlled(env_id: str, **options: Any) -> PositionControlledE
     if module:
         import_module(module, env_id)
     known = {**BUILT_IN_ADAPTERS, **ADAPTERS}
-    if name not in known and name in gymnasium.registry:
-        raise ConfigError(
-            f"gymnasium knows {name}, but nothing says how its robot follows positions: write an adapter "
-            "of a few lines, and call register_adapter in a module that you name (docs/episodic_envs.md)."
-        )
     if name not in known:
+        if name in gymnasium.registry:
+            raise ConfigError(
+                f"gymnasium knows {name}, but nothing says how its robot follows positions: write an adapter "
+                "of a few lines, and call register_adapter in a module that you name (docs/episodic_envs.md)."
+            )
         raise unknown(env_id, known, "environment")
     try:
         adapter = look_up(name, known, "environment")
