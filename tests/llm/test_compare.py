@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ import yaml
 from tether.cli import main, read_grid
 from tether.errors import ConfigError
 from tether.experiments import RunFolder, StudyTable
+from tether.experiments.jobs import Job
 from tether.llm.compare import compare, finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
@@ -171,6 +174,28 @@ def test_a_table_never_takes_finished_runs_of_other_settings(tmp_path: Path) -> 
         compare(config)
     assert not (tmp_path / "kept.csv").exists()
     assert not (tmp_path / "runs" / "none-seed0.log").exists()
+
+
+@pytest.mark.parametrize(("minutes_a_run", "in_the_table"), [(0.1, [0, 0, 2]), (2, [1, 2, 2])])
+def test_the_table_need_not_wait_for_the_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes_a_run: float, in_the_table: list[int]
+) -> None:
+    """Runs of minutes are in it as they end; those of seconds together, at the end at the latest."""
+    config = CompareConfig(output=tmp_path / "runs", methods=("clip", "none"), results=tmp_path / "kept.csv")
+    table, found = StudyTable(tmp_path / "kept.csv"), []
+    clock = iter(60 * minutes_a_run * count for count in range(99))
+    monkeypatch.setattr("tether.llm.compare.time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def run_jobs(jobs: list[Job], *, on_finished: Callable[[Job], None], **_: object) -> list[Job]:
+        for job, cell in zip(jobs, cells(config), strict=True):
+            finish(cell.train)
+            on_finished(job)
+            found.append(len(table.runs("runs")))
+        return []
+
+    monkeypatch.setattr("tether.llm.compare.run_jobs", run_jobs)
+    compare(config)
+    assert [*found, len(table.runs("runs"))] == in_the_table
 
 
 def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ _COST_OF_A_STEP = 0.015
 
 # What does not tell a finished run from one that is asked for.
 _IGNORED = frozenset({"device", "save_every", "keep_checkpoints", "name"})
+
+# A table is written whole each time, for runs that may take seconds.
+_SECONDS_BETWEEN_TABLES = 60.0
 
 # Importing these takes as long as many a run of the embedded model.
 _IMPORTED_BY_A_RUN = ("tether.llm.train", "tether.integrations.trl", "trl.trainer.grpo_trainer")
@@ -92,11 +96,11 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     threads = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
     jobs = [_job(cell, threads) for cell in missing]
-    finished: list[Path] = []
+    finished = _Finished(config)
     earlier = {job.folder for job in jobs if is_finished(job.folder)}
 
     def finish(job: Job) -> None:
-        finished.append(job.folder)
+        finished.add(job.folder)
         # Who trained a run without a table may want its model.
         if config.results is not None and job.folder not in earlier:
             _give_back_disk(job.folder)
@@ -114,8 +118,26 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
         )
     finally:
         # After a crash of this process instead, the same command finds these runs finished and keeps them.
-        if config.results is not None:
-            StudyTable(config.results, KINDS).add(grid_name(config), _read(finished))
+        finished.keep()
+
+
+class _Finished:
+    """Finished runs on their way into the table, if there is one: together where many end in a short time."""
+
+    def __init__(self, config: CompareConfig) -> None:
+        self._config = config
+        self._waiting: list[Path] = []
+        self._kept_at = time.monotonic()
+
+    def add(self, folder: Path) -> None:
+        self._waiting.append(folder)
+        if time.monotonic() - self._kept_at > _SECONDS_BETWEEN_TABLES:
+            self.keep()
+
+    def keep(self) -> None:
+        if self._config.results is not None:
+            StudyTable(self._config.results, KINDS).add(grid_name(self._config), _read(self._waiting))
+        self._waiting, self._kept_at = [], time.monotonic()
 
 
 def _job(cell: Cell, threads: int) -> Job:

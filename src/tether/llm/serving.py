@@ -53,15 +53,16 @@ def vllm_server(
 
     >>> plan = vllm_server(Path("m"), name="m", port=8000, log=Path("vllm.log"), on_cpu=True,
     ...                    options={"dtype": "float32", "seed": None})
-    >>> plan.url, plan.command[-3:]
-    ('http://127.0.0.1:8000', ['--enforce-eager', '--dtype', 'float32'])
+    >>> plan.url, plan.command[-4:]
+    ('http://127.0.0.1:8000', ['--enforce-eager', '--no-enable-chunked-prefill', '--dtype', 'float32'])
     """
     command = [
         # Not `vllm serve`, which in the distribution for CPUs looks for one of another name (0.28).
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", name),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *(["--enforce-eager"] if on_cpu else []),
+        # TRL seeds each request, and vLLM (0.28) dies of a seed when a CPU reads a prompt in two parts.
+        *(["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []),
     ]
     for option, value in options.items():
         command += [] if value is None else [f"--{option}", str(value)]
