@@ -35,6 +35,9 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any], int]] = {
     "words-to-10": ("word_problems", {"largest": 10}, 40),
     "words-all": ("word_problems", {"operations": "+-*/"}, 40),
     "words-two-steps": ("word_problems", {"steps": 2}, 60),
+    "words-shown": ("word_problems", {"examples": 3, "instruction": ""}, 20),
+    "words-all-shown": ("word_problems", {"examples": 3, "instruction": "", "operations": "+-*/"}, 20),
+    "words-two-steps-shown": ("word_problems", {"examples": 3, "instruction": "", "steps": 2}, 30),
     "code-one-line": ("code", {"steps": 0}, 64),
     "code-one-step": ("code", {"steps": 1}, 128),
 }

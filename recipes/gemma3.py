@@ -58,10 +58,11 @@ TEXT = (
 )
 MOST_NATS = 3.0
 
-# What the pretrained model has seen of questions and answers; it was taught no conversation.
+# What the pretrained model has seen of questions and answers; it was taught no conversation. An answer is a
+# line.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + '\n' }}"
     "{% else %}{{ 'Question: ' + m['content'] | trim + '\nAnswer:' }}{% endif %}{% endfor %}"
 )
 
@@ -128,7 +129,17 @@ def convert(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     if wrong:
         raise SystemExit(f"{gguf.name} and the model do not have the same weights: {wrong}")
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *line_ends(tokenizer)]
     return model, tokenizer
+
+
+def line_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of one or more line ends and nothing else.
+
+    They end an answer in the template's form, which is one line: a model that was taught no conversation
+    would go on with the next question.
+    """
+    return sorted(index for token, index in tokenizer.get_vocab().items() if token and not token.strip("\n"))
 
 
 @torch.no_grad()

@@ -166,9 +166,13 @@ def test_the_saved_tokenizer_is_the_one_that_was_built(converted: tuple[Any, Pat
     model, tokenizer = load_model_and_tokenizer(converted[1])
     text = "that thing  in\n\nthe hat: 42 é"
     assert tokenizer(text).input_ids == make_tokenizer()(text).input_ids
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "the hat"}], tokenize=False)
-    assert asked == "<bos>Question: the hat\nAnswer:"
-    assert end_tokens(model, tokenizer) == [1]
+    turns = [("user", "the hat"), ("assistant", "42"), ("user", "that")]
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    asked = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert asked == "<bos>Question: the hat\nAnswer: 42\nQuestion: that\nAnswer:"
+    # An answer ends with its line, by whichever token that is written.
+    line_ends = [tokenizer.convert_tokens_to_ids(token) for token in ("\n", "\n\n", "\n\n\n")]
+    assert end_tokens(model, tokenizer) == [1, *line_ends]
 
 
 def test_likelihood_of_text_is_that_of_its_tokens(converted: tuple[Any, Path]) -> None:

@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from tether.llm.tasks import (
 )
 from tether.llm.tasks.generated import draw_distinct
 from tether.llm.tasks.protocol import Problem, Split, split_of
+from tether.llm.tasks.word_problems import _canonical
 from tether.llm.trainers import problems_in_training_order
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -192,6 +194,7 @@ def test_drawing_passes_over_repeats_and_other_splits() -> None:
         ("chained", {"terms": 2}, "terms is 2"),
         ("word_problems", {"steps": 3}, "steps is 3"),
         ("word_problems", {"largest": 5}, "largest is 5"),
+        ("word_problems", {"examples": 9}, "examples is 9; the word_problems task takes 0 to 8"),
         ("word_problems", {"operations": "+^"}, r"operations is '\+\^'"),
         ("word_problems", {"operations": "/", "steps": 2}, "No story of steps=2"),
         ("chess", {}, "Known: aime, amc, arithmetic, chained"),
@@ -314,6 +317,24 @@ def test_no_calculation_of_a_word_problem_is_in_two_splits(steps: int) -> None:
     assert not found["train"] & found["validation"]
     assert not found["train"] & found["test"]
     assert not found["validation"] & found["test"]
+
+
+@pytest.mark.parametrize("options", [{"examples": 3}, {"examples": 8, "steps": 2, "operations": "+-*/"}])
+def test_word_problems_after_examples_of_the_training_split(options: dict[str, Any]) -> None:
+    task, plain = WordProblemsTask(**options), WordProblemsTask(**options | {"examples": 0})
+    [*shown, asked], *others = [problem.prompt for problem in task.problems("test", limit=20)]
+    assert [asked] == plain.problems("test", limit=1)[0].prompt
+    assert all(other[:-1] == shown for other in others)
+    assert [turn["role"] for turn in shown] == ["user", "assistant"] * options["examples"]
+    kinds = set()
+    for question, answer in zip(shown[::2], shown[1::2], strict=True):
+        kind, numbers = read_story(question["content"])
+        kinds.add(kind)
+        written, _, value = answer["content"].partition(" = ")
+        assert [int(number) for number in re.findall(r"\d+", written)] == numbers
+        assert eval(kind, dict(zip("abc", numbers, strict=False))) == int(value)  # noqa: S307
+        assert split_of(_canonical(written.replace("/", "//"))) == "train"
+    assert len(kinds) == {3: 2, 8: 5}[options["examples"]]
 
 
 def test_word_problems_have_no_other_operations_than_asked_for() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import random
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tether.errors import ConfigError
 from tether.llm.tasks.custom import last_number, number
 from tether.llm.tasks.data import as_messages
 from tether.llm.tasks.generated import GeneratedTask
-from tether.llm.tasks.protocol import Problem, Verdict
+from tether.llm.tasks.protocol import Problem, Split, Verdict, split_of
 
 INSTRUCTION = "Answer in one short sentence."
 
@@ -21,6 +23,7 @@ _THINGS = (
 )  # fmt: skip
 _BOXES = ("bags", "baskets", "boxes", "jars")
 _LARGEST_FACTOR = 12
+_MOST_EXAMPLES = 8
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 # By the steps to take: stories, each with the calculation on its numbers a, b and c.
@@ -63,10 +66,13 @@ class WordProblemsTask(GeneratedTask):
             product goes to 12; what is divided is such a product.
         operations: Which of ``+``, ``-``, ``*`` and ``/`` occur; products and quotients are the harder ones.
         instruction: Appended to every story.
+        examples: Stories told and answered before each problem, as turns of its conversation, up to 8: what a
+            pretrained model needs that was taught no conversation. The same ones always, of the training
+            split, answered with their calculation.
 
     Raises:
-        ConfigError: `steps` is not 1 or 2, `largest` is not 10 to 1000, or there is no story with the
-            `operations`.
+        ConfigError: `steps` is not 1 or 2, `largest` is not 10 to 1000, `examples` is not 0 to 8, or there is
+            no story with the `operations`.
 
     >>> task = WordProblemsTask()
     >>> task.verify("Ana has 12 + 30 = 42 apples now.", "42")
@@ -78,7 +84,12 @@ class WordProblemsTask(GeneratedTask):
     max_response_tokens = 40
 
     def __init__(
-        self, steps: int = 1, largest: int = 30, operations: str = "+-", instruction: str = INSTRUCTION
+        self,
+        steps: int = 1,
+        largest: int = 30,
+        operations: str = "+-",
+        instruction: str = INSTRUCTION,
+        examples: int = 0,
     ) -> None:
         if steps not in _STORIES:
             raise ConfigError(f"steps is {steps}; the word_problems task takes 1 or 2.")
@@ -86,7 +97,9 @@ class WordProblemsTask(GeneratedTask):
             raise ConfigError(f"largest is {largest}; the word_problems task takes 10 to 1000.")
         if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
             raise ConfigError(f"operations is {operations!r}; take each at most once from '+-*/'.")
-        self.steps, self.largest, self.instruction = steps, largest, instruction
+        if not 0 <= examples <= _MOST_EXAMPLES:
+            raise ConfigError(f"examples is {examples}; the word_problems task takes 0 to {_MOST_EXAMPLES}.")
+        self.steps, self.largest, self.instruction, self.examples = steps, largest, instruction, examples
         self._stories = [
             (story, calculation)
             for story, calculation in _STORIES[steps]
@@ -96,6 +109,12 @@ class WordProblemsTask(GeneratedTask):
             raise ConfigError(
                 f"No story of steps={steps} has the operations {operations!r} alone. Add '+' or '-'."
             )
+
+    def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
+        """As any generated task's, each with the examples before it."""
+        shown = list(self._examples())
+        found = super().problems(split, limit, seed)
+        return [replace(problem, prompt=[*shown, *problem.prompt]) for problem in found]
 
     def verify(self, response: str, problem_answer: str) -> Verdict:
         """Reward 1 if the last number of the response is the answer, 0 otherwise.
@@ -108,8 +127,23 @@ class WordProblemsTask(GeneratedTask):
         correct = number(response, problem_answer)
         return Verdict(float(correct), correct, {"number": float(last_number(response) is not None)})
 
+    def _examples(self) -> Iterator[dict[str, str]]:
+        """Turns of a conversation about stories that are as different as there are."""
+        rng = random.Random(f"{self.name}/examples")
+        for place in range(self.examples):
+            chosen = self._stories[place * len(self._stories) // self.examples]
+            while True:
+                key, problem = self._tell(rng, *chosen)
+                if split_of(self._split_key(key)) == "train":
+                    break
+            yield from problem.prompt
+            yield {"role": "assistant", "content": problem.metadata["solution"]}
+
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
-        story, calculation = rng.choice(self._stories)
+        return self._tell(rng, *rng.choice(self._stories))
+
+    def _tell(self, rng: random.Random, story: str, calculation: str) -> tuple[str, Problem]:
+        """A problem and its key."""
         numbers = dict.fromkeys("abc", 0)
         while True:
             for name in numbers:
@@ -126,8 +160,9 @@ class WordProblemsTask(GeneratedTask):
             **numbers, name=rng.choice(_NAMES), things=rng.choice(_THINGS), boxes=rng.choice(_BOXES)
         )
         return f"{_canonical(written)}: {text}", Problem(
-            as_messages(text, self.instruction), str(value), {"solution": f"{written} = {value}"}
-        )
+            as_messages(text, self.instruction), str(value),
+            {"solution": f"{written.replace('//', '/')} = {value}"},
+        )  # fmt: skip
 
     def _split_key(self, key: str) -> str:
         """The calculation alone."""
