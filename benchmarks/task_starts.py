@@ -39,6 +39,7 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any], int]] = {
     "words-all-shown": ("word_problems", {"examples": 3, "instruction": "", "operations": "+-*/"}, 20),
     "words-two-steps-shown": ("word_problems", {"examples": 3, "instruction": "", "steps": 2}, 30),
     "code-one-line": ("code", {"steps": 0}, 64),
+    "code-one-line-shown": ("code", {"steps": 0, "examples": 4, "instruction": ""}, 40),
     "code-one-step": ("code", {"steps": 1}, 128),
 }
 """Name -> task, its options, longest response."""

@@ -16,6 +16,7 @@ from tether.llm.tasks.code_cases import CallTest, StreamTest, UnitTests
 from tether.llm.tasks.code_judge import extract_code
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.code_values import Value
+from tether.llm.tasks.protocol import split_of
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,42 @@ def test_functions_of_one_line_share_no_problem_and_their_solutions_pass(task: C
     assert [verdict.reward for verdict in constant] == [0.0] * 12
 
 
+@pytest.mark.parametrize(("steps", "instruction"), [(0, ""), (0, "Show a code block."), (2, "")])
+def test_examples_are_solved_problems_of_the_training_split(
+    task: CodeTask, steps: int, instruction: str
+) -> None:
+    shown = CodeTask(steps=steps, instruction=instruction, examples=4)
+    plain = CodeTask(steps=steps, instruction=instruction)
+    prompts = [problem.prompt for problem in shown.problems("test", limit=5)]
+    turns = prompts[0][:-1]
+    assert [prompt[:-1] for prompt in prompts] == [turns] * 5
+    assert [prompt[-1:] for prompt in prompts] == [problem.prompt for problem in plain.problems("test", 5)]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 4
+    asked = [turn["content"] for turn in turns[::2]]
+    assert len(set(asked)) == 4
+    assert {split_of(text.removesuffix(f"\n\n{instruction}")) for text in asked} == {"train"}
+    for solution in (turn["content"] for turn in turns[1::2]):
+        compile(extract_code(solution)[1], "solution", "exec")
+        assert extract_code(solution)[0] == bool(instruction)
+        assert ("\n" in solution) == bool(steps or instruction)
+
+
 # Judging.
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        " def square(n): return n ** 2\n",
+        "  def square(n):\n      return n ** 2",
+        " x = 2\ndef square(n): return n ** x",
+    ],
+)
+def test_code_that_goes_on_in_the_middle_of_a_line_begins_there(
+    task: CodeTask, squares: str, response: str
+) -> None:
+    """As a pretrained model answers after "Answer:", which ends without a space."""
+    assert task.verify(response, squares).correct
 
 
 def test_right_wrong_and_partly_right_code(task: CodeTask, squares: str) -> None:
@@ -239,7 +275,10 @@ def test_malformed_rows_say_what_is_wrong(row: dict[str, Any], message: str) -> 
 
 
 def test_senseless_settings_and_foreign_answers_are_refused(task: CodeTask) -> None:
-    for options in ({"steps": -1}, {"steps": 7}, {"format_reward": 1.0}, {"unjudgeable": "ignore"}):
+    for options in (
+        {"steps": -1}, {"steps": 7}, {"format_reward": 1.0}, {"unjudgeable": "ignore"}, {"examples": 9},
+        {"examples": 1, "path": "rows.jsonl"},
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(options))):
             CodeTask(**options)  # type: ignore[arg-type]
     for answer in ("42", "{", json.dumps({"kind": "calls", "tests": [], "preamble": "", "entry": None})):

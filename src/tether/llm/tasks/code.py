@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,10 +17,10 @@ from tether.llm.tasks.code_cases import UnitTests
 from tether.llm.tasks.code_generated import draw_problem
 from tether.llm.tasks.code_harness import OUTPUT
 from tether.llm.tasks.code_judge import CodeJudge
-from tether.llm.tasks.code_one_liners import draw_one_liner
+from tether.llm.tasks.code_one_liners import FUNCTIONS, draw_one_liner
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.data import DataTask, Located, read_hub, read_jsonl
-from tether.llm.tasks.generated import draw_distinct
+from tether.llm.tasks.generated import after_examples, check_examples, draw_distinct, worked_examples
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request
 
 _log = logging.getLogger(__name__)
@@ -57,9 +57,13 @@ class CodeTask(DataTask[Problem]):
         workers: Programs that run at a time; by default one a usable processor.
         unjudgeable: Whether a row whose tests cannot be judged outside is skipped, with a warning that
             counts them, or refused.
+        examples: Generated problems shown with their solutions before each problem, as turns of its
+            conversation, up to 8: what a pretrained model needs that was taught no conversation. The same
+            ones always, of the training split; without an `instruction` their solutions are bare code, of one
+            line where that is enough.
 
     Raises:
-        ConfigError: Settings out of range.
+        ConfigError: Settings out of range; `examples` for problems of a `path`.
         DataError: (from `problems`) data that is missing, empty or malformed, naming file and line.
         MissingDependencyError: (from `verify`) nothing here can isolate a program.
 
@@ -84,6 +88,7 @@ class CodeTask(DataTask[Problem]):
         memory_limit: int = 512 * 2**20,
         workers: int | None = None,
         unjudgeable: Unjudgeable = "skip",
+        examples: int = 0,
     ) -> None:
         if not 0 <= steps <= 6:
             raise ConfigError(f"steps is {steps}; the code task takes 0 to 6.")
@@ -97,8 +102,15 @@ class CodeTask(DataTask[Problem]):
             )
         if unjudgeable not in get_args(Unjudgeable):
             raise ConfigError(f"unjudgeable is {unjudgeable!r}; use 'skip' or 'refuse'.")
+        check_examples(examples, self.name)
+        if examples and path is not None:
+            raise ConfigError(
+                f"examples is {examples} and path is {path}: only generated problems are shown with their "
+                "solutions. Leave one of them out."
+            )
         self.path = path
         self.steps = steps
+        self.examples = examples
         self.instruction = instruction
         self.partial_credit = partial_credit
         self.format_reward = format_reward
@@ -127,7 +139,15 @@ class CodeTask(DataTask[Problem]):
             return super().problems(split, limit, seed)
         check_request(split, limit)
         name = f"{self.name}/{self.steps}"
-        return draw_distinct(self._draw, name, split, limit, seed)
+        turns = worked_examples(name, map(self._example, range(self.examples)))
+        return after_examples(turns, draw_distinct(self._draw, name, split, limit, seed))
+
+    def _example(self, place: int) -> Callable[[random.Random], tuple[str, Problem]]:
+        """What draws an example; of functions of one line each another one."""
+        if self.steps:
+            return self._draw
+        function = FUNCTIONS[place * len(FUNCTIONS) // self.examples]
+        return lambda rng: draw_one_liner(rng, self.instruction, function)
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         if self.steps == 0:

@@ -60,7 +60,7 @@ def draw_problem(rng: random.Random, steps: int, instruction: str) -> tuple[str,
     """Draw a problem of `steps` steps before what it returns; give its text, which identifies it, too.
 
     Problems whose tests a do-nothing function would pass, or that give one value for all tests, are drawn
-    again.
+    again. Without an instruction, which asks for a code block, the solution is bare code.
 
     >>> draw_problem(random.Random(0), 1, "")[0].splitlines()[-1]
     '2. return the list'
@@ -85,7 +85,7 @@ def draw_problem(rng: random.Random, steps: int, instruction: str) -> tuple[str,
     return text, Problem(
         [{"role": "user", "content": f"{text}\n\n{instruction}" if instruction else text}],
         UnitTests(tests, entry="solve").dump(),
-        {"solution": f"```python\n{_source(chosen)}\n```"},
+        {"solution": f"```python\n{_source(chosen)}\n```" if instruction else _source(chosen)},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,7 @@ class CodeJudge:
 
     def _streams(self, code: str, tests: UnitTests) -> Iterator[tuple[str, int]]:
         """How a program ended for each input, and whether it was right, up to the first time-out."""
+        code = _from_the_margin(code)
         source = f"{tests.preamble}\n{code}" if tests.preamble else code
         left = self.total_time_limit
         for test in tests.tests:
@@ -94,7 +96,16 @@ def _source(code: str, tests: UnitTests) -> str:
     """The code; a response that only continues a stub is put behind it."""
     entry = tests.entry or ""
     continues = defines(tests.preamble, entry) and not defines(code, entry)
-    return f"{tests.preamble}{code}" if continues else code
+    return f"{tests.preamble}{code}" if continues else _from_the_margin(code)
+
+
+def _from_the_margin(code: str) -> str:
+    """Code without indentation of its first line, which a text begins with that goes on after "Answer:".
+
+    >>> _from_the_margin(" def f(x): return x"), _from_the_margin("  x = 1\\n  y = 2")
+    ('def f(x): return x', 'x = 1\\ny = 2')
+    """
+    return textwrap.dedent(code).lstrip(" \t")
 
 
 _CODE = frozenset({"", "python", "py", "python3"})

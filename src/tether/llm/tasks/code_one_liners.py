@@ -64,23 +64,30 @@ _FUNCTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 _KINDS = {"n": "an integer", "a, b": "two integers", "numbers": "a list of integers", "text": "a string"}
 
 
-_ALL = [(given, *function) for given, functions in _FUNCTIONS.items() for function in functions]
+Function = tuple[str, str, str]
+"""Its parameters, and what it returns in words and in Python."""
+FUNCTIONS: list[Function] = [
+    (given, *function) for given, functions in _FUNCTIONS.items() for function in functions
+]
 
 
-def draw_one_liner(rng: random.Random, instruction: str) -> tuple[str, Problem]:
-    """Draw a problem; give its text, which identifies it, too.
+def draw_one_liner(
+    rng: random.Random, instruction: str, function: Function | None = None
+) -> tuple[str, Problem]:
+    """Draw a problem, of a function if one is given; give its text, which identifies it, too.
 
-    Of a function that gives one value for all tests another one is drawn.
+    Of a function that gives one value for all tests another one is drawn. Without an instruction, which asks
+    for a code block, the solution is its one line.
 
     >>> draw_one_liner(random.Random(1), "")[0].partition(" and ")[2]
     'returns True if n is at least 20 and less than 20 plus 29.'
     """
     while True:
-        parameters, words, python = rng.choice(_ALL)
+        parameters, words, python = function or rng.choice(FUNCTIONS)
         numbers, letters = rng.sample(range(2, 31), 2), rng.sample(_LETTERS, 2)
-        function = _function(parameters, python)(*numbers, *letters)
+        call = _function(parameters, python)(*numbers, *letters)
         inputs = [_inputs(parameters, rng) for _ in range(_TESTS)]
-        outputs = [function(*given) for given in inputs]
+        outputs = [call(*given) for given in inputs]
         if any(output != outputs[0] for output in outputs):
             break
     constants = dict(zip("kmxy", map(repr, (*numbers, *letters)), strict=True))
@@ -92,7 +99,8 @@ def draw_one_liner(rng: random.Random, instruction: str) -> tuple[str, Problem]:
         CallTest.of(f"solve({', '.join(map(repr, given))})", output)
         for given, output in zip(inputs, outputs, strict=True)
     ]
-    solution = f"```python\ndef solve({parameters}):\n    return {python.format(**constants)}\n```"
+    head, line = f"def solve({parameters}):", f"return {python.format(**constants)}"
+    solution = f"```python\n{head}\n    {line}\n```" if instruction else f"{head} {line}"
     return text, Problem(
         as_messages(text, instruction), UnitTests(tests, entry="solve").dump(), {"solution": solution}
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from tether.errors import DataError
+from tether.errors import ConfigError, DataError
 from tether.llm.tasks.protocol import Problem, Split, check_request, split_of
 
 DEFAULT_SIZES: dict[Split, int] = {"train": 8192, "validation": 512, "test": 512}
 """How many problems a generated task gives when nobody says."""
+
+MOST_EXAMPLES = 8
+"""Problems that may be shown with their solutions before each one."""
 
 _PATIENCE = 20_000
 
@@ -77,3 +81,48 @@ def draw_distinct(
     if not found:
         raise DataError(f"The {split} split of task {name!r} holds no problem. Make the problems larger.")
     return list(found.values())
+
+
+def worked_examples(
+    name: str,
+    draws: Iterable[Callable[[random.Random], tuple[str, Problem]]],
+    split_key: Callable[[str], str] = str,
+) -> list[dict[str, str]]:
+    """Problems and their solutions as turns of a conversation: what a pretrained model goes on with.
+
+    Args:
+        name: of the task; for the same one the examples are the same.
+        draws: of each example. It is drawn until it is in the training split.
+        split_key: as of `draw_distinct`.
+
+    >>> def tiny(rng):
+    ...     key = str(rng.randint(0, 99))
+    ...     return key, Problem([{"role": "user", "content": key}], key, {"solution": f"It is {key}."})
+    >>> question, answer = worked_examples("tiny", [tiny])
+    >>> answer["role"], question["content"] in answer["content"]
+    ('assistant', True)
+    """
+    rng = random.Random(f"{name}/examples")
+    turns: list[dict[str, str]] = []
+    for draw in draws:
+        key, problem = draw(rng)
+        while split_of(split_key(key)) != "train":
+            key, problem = draw(rng)
+        assert not isinstance(problem.prompt, str)
+        turns += [*problem.prompt, {"role": "assistant", "content": problem.metadata["solution"]}]
+    return turns
+
+
+def after_examples(turns: Sequence[dict[str, str]], problems: Iterable[Problem]) -> list[Problem]:
+    """Each problem with the same turns before it."""
+    return [replace(problem, prompt=[*turns, *problem.prompt]) for problem in problems]
+
+
+def check_examples(examples: int, task: str) -> None:
+    """Refuse a number of examples that no conversation should begin with.
+
+    Raises:
+        ConfigError: fewer than none, or more than 8.
+    """
+    if not 0 <= examples <= MOST_EXAMPLES:
+        raise ConfigError(f"examples is {examples}; the {task} task takes 0 to {MOST_EXAMPLES}.")

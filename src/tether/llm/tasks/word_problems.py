@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from tether.errors import ConfigError
 from tether.llm.tasks.custom import last_number, number
 from tether.llm.tasks.data import as_messages
-from tether.llm.tasks.generated import GeneratedTask
-from tether.llm.tasks.protocol import Problem, Split, Verdict, split_of
+from tether.llm.tasks.generated import GeneratedTask, after_examples, check_examples, worked_examples
+from tether.llm.tasks.protocol import Problem, Split, Verdict
 
 INSTRUCTION = "Answer in one short sentence."
 
@@ -23,7 +23,6 @@ _THINGS = (
 )  # fmt: skip
 _BOXES = ("bags", "baskets", "boxes", "jars")
 _LARGEST_FACTOR = 12
-_MOST_EXAMPLES = 8
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 # By the steps to take: stories, each with the calculation on its numbers a, b and c.
@@ -97,8 +96,7 @@ class WordProblemsTask(GeneratedTask):
             raise ConfigError(f"largest is {largest}; the word_problems task takes 10 to 1000.")
         if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
             raise ConfigError(f"operations is {operations!r}; take each at most once from '+-*/'.")
-        if not 0 <= examples <= _MOST_EXAMPLES:
-            raise ConfigError(f"examples is {examples}; the word_problems task takes 0 to {_MOST_EXAMPLES}.")
+        check_examples(examples, self.name)
         self.steps, self.largest, self.instruction, self.examples = steps, largest, instruction, examples
         self._stories = [
             (story, calculation)
@@ -112,9 +110,12 @@ class WordProblemsTask(GeneratedTask):
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """As any generated task's, each with the examples before it."""
-        shown = list(self._examples())
-        found = super().problems(split, limit, seed)
-        return [replace(problem, prompt=[*shown, *problem.prompt]) for problem in found]
+        count = self.examples
+        chosen = (self._stories[place * len(self._stories) // count] for place in range(count))
+        turns = worked_examples(
+            self.name, (functools.partial(self._tell, *story) for story in chosen), self._split_key
+        )
+        return after_examples(turns, super().problems(split, limit, seed))
 
     def verify(self, response: str, problem_answer: str) -> Verdict:
         """Reward 1 if the last number of the response is the answer, 0 otherwise.
@@ -127,22 +128,10 @@ class WordProblemsTask(GeneratedTask):
         correct = number(response, problem_answer)
         return Verdict(float(correct), correct, {"number": float(last_number(response) is not None)})
 
-    def _examples(self) -> Iterator[dict[str, str]]:
-        """Turns of a conversation about stories that are as different as there are."""
-        rng = random.Random(f"{self.name}/examples")
-        for place in range(self.examples):
-            chosen = self._stories[place * len(self._stories) // self.examples]
-            while True:
-                key, problem = self._tell(rng, *chosen)
-                if split_of(self._split_key(key)) == "train":
-                    break
-            yield from problem.prompt
-            yield {"role": "assistant", "content": problem.metadata["solution"]}
-
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
-        return self._tell(rng, *rng.choice(self._stories))
+        return self._tell(*rng.choice(self._stories), rng)
 
-    def _tell(self, rng: random.Random, story: str, calculation: str) -> tuple[str, Problem]:
+    def _tell(self, story: str, calculation: str, rng: random.Random) -> tuple[str, Problem]:
         """A problem and its key."""
         numbers = dict.fromkeys("abc", 0)
         while True:
