@@ -190,6 +190,10 @@ $(STUDIES): study-%: $(VENV)/.train
 study-i study-k: models/smollm2-135m-instruct
 study-k: models/gemma-3-270m
 
+.PHONY: study-vllm
+study-vllm: $(VLLM_VENV)/.test models/smollm2-135m-instruct  ## SmolLM2 trained asynchronously from a vLLM server on the CPU: TROLL and the clip
+	$(VLLM_BIN)/tether llm compare $(if $(MINUTES),--minutes $(MINUTES)) --config benchmarks/studies/vllm-lag-8.yaml
+
 $(VENV)/.gguf: $(VENV)/.train
 	$(PIP) gguf
 	@touch $@
