@@ -66,7 +66,9 @@ STUDIES = {
     "k-rates": "(k) SmolLM2-135M-Instruct on word problems: learning rates, validation problems",
     "k-words": "(k) SmolLM2-135M-Instruct on word problems",
     "k-code": "(k) SmolLM2-135M-Instruct on functions of one line",
+    "k-gemma-rates": "(k) Gemma 3 270M on word problems: learning rates, validation problems",
     "k-gemma": "(k) Gemma 3 270M on word problems, 8 updates a batch",
+    "k-vllm-lag-8": "(j) SmolLM2-135M-Instruct on word problems, from a vLLM server up to 8 updates behind",
     "l-step-back": "(l) A bound on the network, learning rate 3e-4, validation problems",
     "l-step-back-second-family": "(l) The same on the second family, test problems",
     "l-step-back-longer": "(l) The same on the longer task, learning rate 1e-4, test problems",
@@ -86,7 +88,7 @@ STUDIES = {
 # One or two seeds a setting: for choosing, not for a method's own page.
 _SEARCHES = (
     "search", "search-64", "search-longer", "g-optimizer-search", "j-3-search", "j-4-search-others",
-    "j-5-search-lag-04", "j-5-search-lag-01", "k-rates",
+    "j-5-search-lag-04", "j-5-search-lag-01", "k-rates", "k-gemma-rates",
 )  # fmt: skip
 
 # Rows of a method that a page shows unfolded.
