@@ -123,6 +123,11 @@ def test_code_that_goes_on_in_the_middle_of_a_line_begins_there(
     assert task.verify(response, squares).correct
 
 
+def test_lines_of_spaces_in_a_programs_strings_stay(task: CodeTask, squares: str) -> None:
+    spaces = block('def square(n):\n    text = """\n  \n"""\n    return n ** 2 if len(text) == 4 else 0')
+    assert task.verify(spaces, squares).correct
+
+
 def test_right_wrong_and_partly_right_code(task: CodeTask, squares: str) -> None:
     right = task.verify(block("def square(n): return n ** 2"), squares)
     assert (right.reward, right.correct, right.parts["passed"], right.parts["block"]) == (1.0, True, 1.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -20,7 +21,7 @@ from tether.llm.tasks.code_judge import CodeJudge
 from tether.llm.tasks.code_one_liners import FUNCTIONS, draw_one_liner
 from tether.llm.tasks.code_rows import problem_of_row
 from tether.llm.tasks.data import DataTask, Located, read_hub, read_jsonl
-from tether.llm.tasks.generated import after_examples, check_examples, draw_distinct, worked_examples
+from tether.llm.tasks.generated import after_examples, check_examples, draw_distinct, spread
 from tether.llm.tasks.protocol import Problem, Split, Verdict, check_request
 
 _log = logging.getLogger(__name__)
@@ -139,15 +140,17 @@ class CodeTask(DataTask[Problem]):
             return super().problems(split, limit, seed)
         check_request(split, limit)
         name = f"{self.name}/{self.steps}"
-        turns = worked_examples(name, map(self._example, range(self.examples)))
-        return after_examples(turns, draw_distinct(self._draw, name, split, limit, seed))
+        found = draw_distinct(self._draw, name, split, limit, seed)
+        return after_examples(found, name, self._draws_of_examples())
 
-    def _example(self, place: int) -> Callable[[random.Random], tuple[str, Problem]]:
-        """What draws an example; of functions of one line each another one."""
+    def _draws_of_examples(self) -> list[Callable[[random.Random], tuple[str, Problem]]]:
+        """Of functions of one line each another one."""
         if self.steps:
-            return self._draw
-        function = FUNCTIONS[place * len(FUNCTIONS) // self.examples]
-        return lambda rng: draw_one_liner(rng, self.instruction, function)
+            return [self._draw] * self.examples
+        return [
+            functools.partial(draw_one_liner, instruction=self.instruction, function=function)
+            for function in spread(FUNCTIONS, self.examples)
+        ]
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         if self.steps == 0:

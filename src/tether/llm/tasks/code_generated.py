@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tether.llm.tasks.code_cases import CallTest, UnitTests
+from tether.llm.tasks.data import as_messages
 from tether.llm.tasks.protocol import Problem
 
 _TESTS = 8
@@ -83,7 +84,7 @@ def draw_problem(rng: random.Random, steps: int, instruction: str) -> tuple[str,
         CallTest.of(f"solve({numbers})", output) for numbers, output in zip(inputs, outputs, strict=True)
     ]
     return text, Problem(
-        [{"role": "user", "content": f"{text}\n\n{instruction}" if instruction else text}],
+        as_messages(text, instruction),
         UnitTests(tests, entry="solve").dump(),
         {"solution": f"```python\n{_source(chosen)}\n```" if instruction else _source(chosen)},
     )

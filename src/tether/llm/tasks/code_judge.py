@@ -102,10 +102,12 @@ def _source(code: str, tests: UnitTests) -> str:
 def _from_the_margin(code: str) -> str:
     """Code without indentation of its first line, which a text begins with that goes on after "Answer:".
 
+    Any other code is left as it is: `textwrap.dedent` also empties lines of spaces, inside of strings, too.
+
     >>> _from_the_margin(" def f(x): return x"), _from_the_margin("  x = 1\\n  y = 2")
     ('def f(x): return x', 'x = 1\\ny = 2')
     """
-    return textwrap.dedent(code).lstrip(" \t")
+    return textwrap.dedent(code).lstrip(" \t") if re.match(r"\n*[ \t]", code) else code
 
 
 _CODE = frozenset({"", "python", "py", "python3"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from tether.errors import ConfigError, DataError
 from tether.llm.tasks.protocol import Problem, Split, check_request, split_of
@@ -16,6 +17,8 @@ MOST_EXAMPLES = 8
 """Problems that may be shown with their solutions before each one."""
 
 _PATIENCE = 20_000
+
+_Choice = TypeVar("_Choice")
 
 
 class GeneratedTask:
@@ -83,14 +86,16 @@ def draw_distinct(
     return list(found.values())
 
 
-def worked_examples(
+def after_examples(
+    problems: Iterable[Problem],
     name: str,
     draws: Iterable[Callable[[random.Random], tuple[str, Problem]]],
     split_key: Callable[[str], str] = str,
-) -> list[dict[str, str]]:
-    """Problems and their solutions as turns of a conversation: what a pretrained model goes on with.
+) -> list[Problem]:
+    """Each problem after the same solved ones: a conversation that a pretrained model goes on with.
 
     Args:
+        problems: what is asked.
         name: of the task; for the same one the examples are the same.
         draws: of each example. It is drawn until it is in the training split.
         split_key: as of `draw_distinct`.
@@ -98,24 +103,28 @@ def worked_examples(
     >>> def tiny(rng):
     ...     key = str(rng.randint(0, 99))
     ...     return key, Problem([{"role": "user", "content": key}], key, {"solution": f"It is {key}."})
-    >>> question, answer = worked_examples("tiny", [tiny])
-    >>> answer["role"], question["content"] in answer["content"]
-    ('assistant', True)
+    >>> [problem] = after_examples([tiny(random.Random(0))[1]], "tiny", [tiny])
+    >>> [turn["role"] for turn in problem.prompt]
+    ['user', 'assistant', 'user']
     """
     rng = random.Random(f"{name}/examples")
     turns: list[dict[str, str]] = []
     for draw in draws:
-        key, problem = draw(rng)
+        key, example = draw(rng)
         while split_of(split_key(key)) != "train":
-            key, problem = draw(rng)
-        assert not isinstance(problem.prompt, str)
-        turns += [*problem.prompt, {"role": "assistant", "content": problem.metadata["solution"]}]
-    return turns
-
-
-def after_examples(turns: Sequence[dict[str, str]], problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem with the same turns before it."""
+            key, example = draw(rng)
+        assert not isinstance(example.prompt, str)
+        turns += [*example.prompt, {"role": "assistant", "content": example.metadata["solution"]}]
     return [replace(problem, prompt=[*turns, *problem.prompt]) for problem in problems]
+
+
+def spread(choices: Sequence[_Choice], count: int) -> list[_Choice]:
+    """So many of them, as far apart as they stand.
+
+    >>> spread("abcdef", 3)
+    ['a', 'c', 'e']
+    """
+    return [choices[place * len(choices) // count] for place in range(count)]
 
 
 def check_examples(examples: int, task: str) -> None:

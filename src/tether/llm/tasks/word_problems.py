@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tether.errors import ConfigError
 from tether.llm.tasks.custom import last_number, number
 from tether.llm.tasks.data import as_messages
-from tether.llm.tasks.generated import GeneratedTask, after_examples, check_examples, worked_examples
+from tether.llm.tasks.generated import GeneratedTask, after_examples, check_examples, spread
 from tether.llm.tasks.protocol import Problem, Split, Verdict
 
 INSTRUCTION = "Answer in one short sentence."
@@ -110,12 +110,8 @@ class WordProblemsTask(GeneratedTask):
 
     def problems(self, split: Split, limit: int | None = None, seed: int = 0) -> Sequence[Problem]:
         """As any generated task's, each with the examples before it."""
-        count = self.examples
-        chosen = (self._stories[place * len(self._stories) // count] for place in range(count))
-        turns = worked_examples(
-            self.name, (functools.partial(self._tell, *story) for story in chosen), self._split_key
-        )
-        return after_examples(turns, super().problems(split, limit, seed))
+        draws = [functools.partial(self._tell, *story) for story in spread(self._stories, self.examples)]
+        return after_examples(super().problems(split, limit, seed), self.name, draws, self._split_key)
 
     def verify(self, response: str, problem_answer: str) -> Verdict:
         """Reward 1 if the last number of the response is the answer, 0 otherwise.
