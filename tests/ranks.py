@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 
 def run_two_ranks(
@@ -19,12 +21,11 @@ def run_two_ranks(
 ) -> None:
     """Run a script as ranks 0 and 1 and wait for both; their words are kept as OUTPUT/log-RANK.
 
-    Ranks, the number of processes and one thread each are in the environment, with whatever else is given;
-    the modules beside this one can be imported.
+    Ranks and where they meet are in the environment, with whatever else is given.
     One that fails ends the other, which would wait for it, and fails the test with both their last words.
     """
-    beside = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    common = {**os.environ, "PYTHONPATH": beside, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    common = {**rank_environment(), **meeting}
     command = [sys.executable, str(script), *map(str, arguments)]
     logs = [(output / f"log-{rank}").open("w") for rank in range(2)]
     ranks = [
@@ -46,6 +47,33 @@ def run_two_ranks(
             log.close()
     tails = "\n".join((output / f"log-{rank}").read_text()[-3000:] for rank in range(2))
     assert codes == [0, 0], f"exit codes {codes} (None: after {timeout} s, or the other's failure)\n{tails}"
+
+
+def rank_environment() -> dict[str, str]:
+    """One thread, the modules beside this one, and the stacks of a rank that dies in native code."""
+    beside = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": beside, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+
+
+def end_rank() -> NoReturn:
+    """The last line of a rank's script: wait for the other and leave, without Python's own taking down.
+
+    Gloo's threads outlive their group, and one that lets go of a tensor while the interpreter is taken down
+    aborts the process now and then: "terminate called without an active exception" (pytorch#179291, #190489).
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from ranks import end_rank
 from step_back_policy import BUDGET, Policy
 from tether import kl_categorical
 from tether.step_back import Statistic, StepBack, StepBackResult
@@ -80,8 +81,7 @@ def main() -> None:
     }
     numbers["spoiled in one"] = _spoiled_in_one()
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(numbers))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -310,11 +309,8 @@ def test_a_search_between_two_points_never_leaves_them() -> None:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
     output = tmp_path_factory.mktemp("two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     worker = Path(__file__).with_name("step_back_worker.py")
-    run_two_ranks(worker, output, output=output, timeout=120, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    run_two_ranks(worker, output, output=output, timeout=120)
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
 
 

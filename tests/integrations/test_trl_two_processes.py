@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,11 @@ Alone = dict[str, tuple[Any, CourseRounding]]
 WORKER = Path(__file__).with_name("two_processes_worker.py")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder two processes filled; started once, for their imports take longer than their work."""
     output = tmp_path_factory.mktemp("two")
-    run_two_ranks(
-        WORKER, output, output=output, timeout=550,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), TRL_EXPERIMENTAL_SILENCE="1",
-    )  # fmt: skip
+    run_two_ranks(WORKER, output, output=output, timeout=550, TRL_EXPERIMENTAL_SILENCE="1")
     return output
 
 

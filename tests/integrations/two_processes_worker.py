@@ -35,6 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 from trl_head import fuse_head
 
+from ranks import end_rank
 from tether.integrations.exact_head import OldTokens, take_snapshot
 from tether.integrations.packing import add_packing
 from tether.integrations.sparse_head import add_sparse_head
@@ -245,8 +246,7 @@ def main() -> None:
     numbers |= compare_sharded(head_apart=True)
     numbers |= compare_sharded(head_apart=False, packed=True)
     (output / f"numbers-{dist.get_rank()}.json").write_text(json.dumps(numbers))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

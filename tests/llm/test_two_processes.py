@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from short_run import config, record
 from two_processes_train import train_scripted
 
+from ranks import rank_environment
 from tether.errors import ConfigError
 from tether.experiments import RunFolder
 from tether.llm.process import is_main_process, process_count
@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("two_processes_train.py")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("two")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = {**rank_environment(), "TRL_EXPERIMENTAL_SILENCE": "1"}
     with (output / "log").open("w") as log:
         process = subprocess.Popen(
             [*launcher, str(WORKER), str(output)], env=environment, stdout=log, stderr=subprocess.STDOUT

@@ -20,6 +20,7 @@ import torch
 from short_run import config
 from trl.trainer import grpo_trainer
 
+from ranks import end_rank
 from tether.llm.callbacks import CheckpointCallback
 from tether.llm.process import is_main_process, process_count
 from tether.llm.train import train
@@ -82,3 +83,4 @@ def train_scripted(output: Path, replace: Callable[[Any, str, Any], None]) -> No
 
 if __name__ == "__main__":
     train_scripted(Path(sys.argv[1]), setattr)
+    end_rank()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
+from ranks import end_rank
 from rounding import error_of, rounding_of
 from tether.ops import LinearLogProbs, linear_log_probs, vocabulary_parallel
 from tether.ops.shards import VocabularyShard
@@ -196,8 +197,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{output}/store", rank=rank, world_size=2)
     found = every_setting() | nasty() | half_precision() | on_triton() | gathered_heads()
     (output / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from dense import KL_BOUND, worst_gradient
 from parallel_seams import losses_and_gradients, split_vocabulary
 from safetensors.torch import save_file
 
+from ranks import end_rank
 from tether.integrations.verl import TROLLPolicyLossConfig
 from tether.ops import memory
 
@@ -69,7 +70,7 @@ def main(model: Path, output: Path, only_gradients: bool = False) -> None:
     )
     numbers = dense_gradients(model, rank) if only_gradients else everything(model, output, rank)
     (output / f"numbers-{rank}.json").write_text(json.dumps(numbers))
-    torch.distributed.destroy_process_group()
+    end_rank()
 
 
 def everything(model: Path, output: Path, rank: int) -> dict[str, float]:
