@@ -271,3 +271,37 @@ def test_trimming_an_empty_batch_and_masses_that_are_none() -> None:
     for mass in (0.0, -1.0, 2.0, math.nan):
         with pytest.raises(InvalidInputError, match=r"mass must lie in \(0, 1\]"):
             empty.trimmed(mass)
+
+
+@pytest.mark.parametrize("order", ["falling", "as it comes"])
+@pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("top_k", [None, K])
+def test_trimming_keeps_what_one_row_after_the_other_would(
+    top_k: int | None, mass: float, order: str
+) -> None:
+    report = Report(top_k=top_k)
+    report.mask[0, 2:] = 0
+    shuffled = torch.rand(B, T, K, generator=torch.Generator().manual_seed(1)).argsort(-1)
+    order_of = shuffled if order == "as it comes" else torch.arange(K).expand(B, T, K)
+    given = report.policy(
+        ids=report.ids.gather(-1, order_of), log_probs=report.log_probs.gather(-1, order_of),
+        truncated=top_k is not None,
+    )  # fmt: skip
+    found = given.trimmed(mass)
+    assert torch.equal(found.log_probs, given.log_probs)
+    for b, t in report.mask.nonzero().tolist():
+        whole, few = given.support[b, t], found.support[b, t]
+        rows = sorted(
+            (-value, i)
+            for i, value in zip(whole.ids.tolist(), whole.log_probs.tolist(), strict=True)
+            if i >= 0
+        )
+        kept, held = {}, 0.0
+        for surprise, i in rows:
+            if held < mass or top_k is not None or i == report.sampled[b, t]:
+                kept[i] = -surprise
+            held += math.exp(-surprise)
+        assert {i: v for i, v in zip(few.ids.tolist(), few.log_probs.tolist(), strict=True) if i >= 0} == kept
+        assert float(few.log_tail.exp()) == pytest.approx(
+            max(0.0, 1 - sum(map(math.exp, kept.values()))), abs=1e-12
+        )

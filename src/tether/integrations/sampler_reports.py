@@ -190,7 +190,7 @@ class StepRecorder:
         """One step: of some responses [n] the log-probabilities [n, V] and what was drawn [n]."""
         possible = int((log_probs > -torch.inf).sum(-1).amax()) if self._truncated else self._top_k
         top_k = min(max(self._top_k, possible), log_probs.shape[-1])
-        values, ids = log_probs.topk(top_k, sorted=False)
+        values, ids = log_probs.topk(top_k)
         own = log_probs.gather(-1, drawn[:, None]).squeeze(-1)
         self._rows.append(rows)
         self._kept.append((ids, values.float(), log_probs.amin(-1).float(), own.float()))

@@ -132,21 +132,24 @@ class SampledPolicy:
         ([[[4, 2]]], [0.4])
         """
         check_support_size(1, mass)
-        support = self.support
-        log_probs, order = support.log_probs.sort(-1, descending=True)
-        ids = support.ids.gather(-1, order)
-        kept = (trim_to_mass(ids, log_probs, mass) != EMPTY) | (ids == self.sampled_ids[..., None])
-        kept = (kept | self.truncated[..., None]) & (ids != EMPTY)
-        least = _least(support.log_tail_min, log_probs, ~kept & (ids != EMPTY))
-        left_out = torch.where(kept, -torch.inf, log_probs).logsumexp(-1)
-        log_tail = torch.logaddexp(support.log_tail, left_out)
-        width = max(1, int(kept.sum(-1).max())) if kept.numel() else 1
-        order = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
-        kept = kept.gather(-1, order)
+        ids, log_probs = _falling(self.support)
+        used, drawn = ids != EMPTY, ids == self.sampled_ids[..., None]
+        needed = (trim_to_mass(ids, log_probs, mass) != EMPTY) | self.truncated[..., None]
+        held = (needed & used).sum(-1, keepdim=True)  # the first so many of each row
+        slot = torch.arange(ids.shape[-1], device=ids.device)
+        left_out = used & ~drawn & (slot >= held)
+        least = _least(self.support.log_tail_min, log_probs, left_out)
+        more = torch.where(left_out, log_probs, -torch.inf).logsumexp(-1)
+        behind = drawn & (slot >= held)
+        width = max(1, int((held + behind.any(-1, keepdim=True)).amax())) if ids.numel() else 1
+        slot = slot[:width]
+        own = behind.any(-1, keepdim=True) & (slot == held)
+        few = torch.where(slot < held, ids[..., :width], EMPTY)
+        values = torch.where(slot < held, log_probs[..., :width], -torch.inf)
         trimmed = SparseLogProbs(
-            torch.where(kept, ids.gather(-1, order), EMPTY),
-            torch.where(kept, log_probs.gather(-1, order), -torch.inf),
-            log_tail,
+            torch.where(own, self.sampled_ids[..., None].to(ids.dtype), few),
+            torch.where(own, self.log_probs[..., None], values),
+            torch.logaddexp(self.support.log_tail, more),
             least,
         )
         return replace(self, support=trimmed)
@@ -197,6 +200,15 @@ class SampledPolicy:
         return SampledPolicy(
             self.support[rows], self.sampled_ids[rows], None if self.lag is None else self.lag[rows]
         )
+
+
+def _falling(support: SparseLogProbs) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities, the likeliest first; engines mostly report them so."""
+    ids, log_probs = support.ids, support.log_probs
+    if bool((log_probs[..., 1:] > log_probs[..., :-1]).any()):
+        log_probs, order = log_probs.sort(-1, descending=True)
+        ids = ids.gather(-1, order)
+    return ids, log_probs
 
 
 def renormalise(new: SparseLogProbs, truncated: Tensor) -> SparseLogProbs:
@@ -340,6 +352,9 @@ def _with_sampled(
 def _refuse_wrong_mass(log_probs: Tensor, counted: Tensor, truncated: bool, precision: float) -> None:
     probs = log_probs.double().exp()
     mass = probs.sum(-1)
+    off = (mass - 1).abs() if truncated else mass - 1
+    if not bool((counted & (off > _ARITHMETIC)).any()):
+        return  # the rounding of each log-probability, which only allows more, need not be known
     surprise = (probs * torch.where(probs > 0, log_probs.double(), 0.0)).sum(-1).abs()
     allowed = _ARITHMETIC + precision / 2 * surprise
     _refuse(
