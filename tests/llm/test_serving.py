@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import psutil
@@ -64,6 +65,15 @@ def test_a_server_answers_inside_the_block_and_is_gone_after_it(tmp_path: Path) 
     assert _gone(child)
     assert said[0] == f"Starting vLLM at {server.url}; its log: {server.log}"
     assert said[-1].startswith("vLLM answers")
+
+
+def test_a_server_that_ends_inside_the_block_is_told_of_at_once(tmp_path: Path) -> None:
+    server, said = _server(tmp_path, _HEALTHY), Queue[str]()
+    with serving(server, said.put):
+        child = psutil.Process(int((tmp_path / "log").read_text().split()[0]))
+        child.parent().kill()
+        lines = [said.get(timeout=30) for _ in range(3)]
+    assert lines[-1].startswith("vLLM has ended (exit code 137)."), lines
 
 
 def test_a_server_is_gone_after_an_error(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def main(command: list[str]) -> NoReturn:
     threading.Thread(target=_wait_for_the_end_of_input, args=(server,), daemon=True).start()
     code = server.wait()
     _signal_all(server, signal.SIGKILL)  # what a killed server may have left
-    sys.exit(code)
+    sys.exit(code if code >= 0 else 128 - code)  # of a signal, as a shell has it
 
 
 def _wait_for_the_end_of_input(server: subprocess.Popen[bytes]) -> None:

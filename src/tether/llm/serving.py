@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,8 @@ def serving(server: Server, say: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         server: how to start it.
-        say: called with a line now and then while it starts.
+        say: called with a line now and then while it starts; and, from another thread, if it ends inside the
+            block: who waits for its answers notices that, but nobody waits while the trainer evaluates.
 
     Raises:
         EngineError: it ended, or did not answer in half an hour; with the last line of its log.
@@ -120,11 +122,19 @@ def serving(server: Server, say: Callable[[str], None]) -> Iterator[None]:
         process = _start(server, log)
         try:
             _wait_until_it_answers(server, process, say)
+            threading.Thread(target=_tell_of_its_end, args=(server, process, say), daemon=True).start()
             yield
         finally:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
+
+
+def _tell_of_its_end(server: Server, process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
+    process.wait()
+    assert process.stdin is not None
+    if not process.stdin.closed:  # nobody has asked it to
+        say(f"vLLM has ended (exit code {process.returncode}). {_last_line(server.log)}")
 
 
 def _start(server: Server, log: IO[bytes]) -> subprocess.Popen[bytes]:
