@@ -44,6 +44,9 @@ FILTERS = {
 }
 """How lm-evaluation-harness finds the answer in a response; Tether's counterparts are in `ours_right`."""
 
+#: Characters of a response's end, where the answer is looked for.
+_SHOWN = 24
+
 Row = dict[str, Any]
 
 
@@ -204,6 +207,9 @@ def reason(row: Row, reading: str) -> str:
         return f"another response from character {place} on, judged alike"
     box = last_boxed(row.get("lm_eval_text", row["text"]))
     where = "there is no box" if box is None else f"the last box holds {box!r}"
+    if row["lm_eval"][reading]:
+        end = row.get("lm_eval_text", row["text"])[-_SHOWN:]
+        return f"lm-evaluation-harness read {read!r}; Tether reads no {answer} at the end of {end!r}, {where}"
     if _number(read) is not None and _number(read) == _number(answer):
         return f"the same number as {answer} in other writing: lm-evaluation-harness read {read!r}, {where}"
     return f"for {answer} lm-evaluation-harness read {read!r}; {where}"

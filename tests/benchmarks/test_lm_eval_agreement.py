@@ -42,6 +42,7 @@ CASES = [
     ("so it is 18.00", "so it is 18.00", "18", ("18.00", False), ("[invalid]", False)),
     (r"\boxed{5} of 7", r"\boxed{5} of 7", "5", ("7", False), ("5", True)),
     ("it is 4", "it is 3", "4", ("3", False), ("[invalid]", False)),
+    ("so 1200 * 6 = ", "so 1200 * 6 = ", "6", ("6", True), ("[invalid]", False)),
 ]
 
 
@@ -59,16 +60,19 @@ def rows() -> list[dict[str, Any]]:
 
 def test_right_answers_are_counted_by_reading(rows: list[dict[str, Any]]) -> None:
     printed = agreement.table(rows).splitlines()
-    assert printed[0] == "4 problems; the same response to 3, another to 1."
-    assert "| last number | 4 | 1 | 1 | 1 of 4 |" in printed
-    assert "| box | 2 | 2 | 2 | 4 of 4 |" in printed
+    assert printed[0] == "5 problems; the same response to 4, another to 1."
+    assert "| last number | 4 | 2 | 1 | 1 of 5 |" in printed
+    assert "| box | 2 | 2 | 2 | 5 of 5 |" in printed
 
 
 def test_each_difference_has_its_reason(rows: list[dict[str, Any]]) -> None:
-    writing, box, response = (agreement.reason(row, "last number") for row in rows[1:])
+    writing, box, response, cut = (agreement.reason(row, "last number") for row in rows[1:])
     assert writing.startswith("the same number as 18 in other writing: lm-evaluation-harness read '18.00'")
     assert box == "for 5 lm-evaluation-harness read '7'; the last box holds '5'"
     assert response == "another response from character 6 on, judged alike"
+    assert cut == (
+        "lm-evaluation-harness read '6'; Tether reads no 6 at the end of 'so 1200 * 6 = ', there is no box"
+    )
     assert agreement.table(rows).count("| Tether |") == 3
 
 
