@@ -198,6 +198,24 @@ def test_the_table_need_not_wait_for_the_last_run(
     assert [*found, len(table.runs("runs"))] == in_the_table
 
 
+def test_the_runs_of_one_call_share_the_evaluation_of_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one call alone: a task's own code may be another at the next."""
+    folders: list[Path] = []
+
+    def run_jobs(jobs: list[Job], **_: object) -> list[Job]:
+        folders.extend(Path(job.command[job.command.index("--start-evaluations") + 1]) for job in jobs)
+        assert all(folder.is_dir() for folder in folders)
+        return jobs
+
+    monkeypatch.setattr("tether.llm.compare.run_jobs", run_jobs)
+    compare(read_grid(QUICK, *arguments(tmp_path)[4:]))
+    assert len(folders) == 2
+    assert folders[0] == folders[1]
+    assert not folders[0].exists()
+
+
 def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,29 +137,31 @@ class EvaluationCallback(TrainerCallback):
         run: RunFolder | None,
         progress: TrainingProgress,
         evaluate: Callable[[], Evaluation],
+        evaluate_start: Callable[[], Evaluation],
         config: TrainConfig,
         activity: Activity,
     ) -> None:
         self._run = run
         self._progress = progress
         self._evaluate = evaluate
+        self._evaluate_start = evaluate_start
         self._config = config
         self._activity = activity
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The starting point; a resumed run has it already."""
         if state.global_step == 0:
-            self._measure(0)
+            self._measure(0, self._evaluate_start)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Evaluate when it is time, and at the end."""
         step, every = state.global_step, self._config.eval_every
         if step == self._config.steps or (every and step % every == 0):
-            self._measure(step)
+            self._measure(step, self._evaluate)
 
-    def _measure(self, step: int) -> None:
+    def _measure(self, step: int, evaluate: Callable[[], Evaluation]) -> None:
         with self._activity.during("evaluating"):
-            result = self._evaluate()
+            result = evaluate()
         if self._run is None:
             return
         numbers = {
@@ -297,17 +299,24 @@ def _any_of(accelerator: Accelerator, mine: bool) -> bool:
 
 
 @contextmanager
-def stopping_on_interrupt(request_stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second interrupts at once."""
+def stopping_on_interrupt(
+    request_stop: Callable[[], None], say: Callable[[str], None], nothing_to_save: Callable[[], bool]
+) -> Iterator[None]:
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second interrupts at once, as does the
+    first while there is nothing to save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(signum: int, frame: Any) -> None:
-        say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
-        request_stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if nothing_to_save():
+            say("Stopped before the first update, with nothing to save.")
+            signal.raise_signal(signum)
+            return
+        say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
+        request_stop()
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:

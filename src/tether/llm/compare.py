@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -95,9 +96,8 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
     at_once = min(config.jobs or cores, len(missing))
     threads = max(1, cores // at_once)
     config.output.mkdir(parents=True, exist_ok=True)
-    jobs = [_job(cell, threads) for cell in missing]
     finished = _Finished(config)
-    earlier = {job.folder for job in jobs if is_finished(job.folder)}
+    earlier = {cell.train.output for cell in missing if is_finished(cell.train.output)}
 
     def finish(job: Job) -> None:
         finished.add(job.folder)
@@ -106,16 +106,18 @@ def _run(config: CompareConfig, missing: Sequence[Cell]) -> list[Job]:
             _give_back_disk(job.folder)
 
     try:
-        return run_jobs(
-            jobs,
-            at_once=at_once,
-            environment={"OMP_NUM_THREADS": str(threads)},
-            keep_going=True,
-            seconds=None if config.minutes is None else 60 * config.minutes,
-            on_finished=finish,
-            preloaded=_IMPORTED_BY_A_RUN if on_cpu else (),
-            displayed=LLM_RUNS.displayed,
-        )
+        # Of this call alone: by the next one a task's own code may be another.
+        with tempfile.TemporaryDirectory() as starts:
+            return run_jobs(
+                [_job(cell, threads, Path(starts)) for cell in missing],
+                at_once=at_once,
+                environment={"OMP_NUM_THREADS": str(threads)},
+                keep_going=True,
+                seconds=None if config.minutes is None else 60 * config.minutes,
+                on_finished=finish,
+                preloaded=_IMPORTED_BY_A_RUN if on_cpu else (),
+                displayed=LLM_RUNS.displayed,
+            )
     finally:
         # After a crash of this process instead, the same command finds these runs finished and keeps them.
         finished.keep()
@@ -140,10 +142,13 @@ class _Finished:
         self._waiting, self._kept_at = [], time.monotonic()
 
 
-def _job(cell: Cell, threads: int) -> Job:
+def _job(cell: Cell, threads: int, starts: Path) -> Job:
     run = replace(cell.train, threads=threads)
     settings = write_settings(run.output.with_name(run.output.name + ".yaml"), run)
-    command = (sys.executable, "-m", "tether", "llm", "train", "--config", str(settings))
+    command = (
+        *(sys.executable, "-m", "tether", "llm", "train", "--config", str(settings)),
+        *("--start-evaluations", str(starts)),
+    )
     cost_of_a_step = _COST_OF_A_RESPONSE * run.responses_per_update + _COST_OF_A_STEP
     weight = _COST_OF_A_START + run.steps * cost_of_a_step
     return Job(f"{run.label}, seed {run.seed}", command, run.output, run.steps, weight)

@@ -22,7 +22,7 @@ from tether.step_back_search import PASSES, Statistic, check_step_back
 # What does not change what a run learns: where it is, how it is watched, continued and handed on.
 _NOT_OF_THE_RUN = (
     "output", "resume", "seed", "threads", "damaged_checkpoint", "preflight", "report_to", "push_to_hub",
-    "vllm_port",
+    "vllm_port", "start_evaluations",
 )  # fmt: skip
 
 #: Settings of a run that may be different when it is continued: how much, and what memory takes.
@@ -165,6 +165,10 @@ class TrainConfig:
     """Which held-out problems; choose settings on validation, report them on test."""
     eval_samples: int = 1
     """Sampled responses to each of them."""
+    start_evaluations: Path | None = None
+    """A folder where runs that begin alike share their evaluation before the first update, in one process
+    each: whatever their seeds and methods, it asks the same questions with the same random numbers. A
+    comparison shares it among its runs."""
     save_every: int = 32
     """Steps between checkpoints; a multiple of updates_per_rollout."""
     keep_checkpoints: int = 2

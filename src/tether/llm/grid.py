@@ -18,7 +18,7 @@ from tether.llm.setting_types import of_its_type, types_of
 Value = int | float | bool | str | None
 
 # What the grid itself decides for each run.
-_OF_THE_GRID = frozenset({"output", "method", "seed", "threads", "resume", "name"})
+_OF_THE_GRID = frozenset({"output", "method", "seed", "threads", "resume", "name", "start_evaluations"})
 _FIELDS = frozenset(field.name for field in fields(TrainConfig)) - _OF_THE_GRID
 
 # What `batches` decides for each run (`_lengths`).

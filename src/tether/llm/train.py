@@ -178,9 +178,9 @@ def _run(
             max_response_tokens=config.max_response_tokens,
             chat_template_options=config.chat_template_options, compact=config.rollouts == "compact",
         )  # fmt: skip
-        stop = _add_callbacks(config, run, trainer, tokenizer, task, progress, evaluate, activity)
+        stop = _add_callbacks(config, run, trainer, tokenizer, task, problems, progress, evaluate, activity)
         with (
-            stopping_on_interrupt(stop, progress.message),
+            stopping_on_interrupt(stop, progress.message, lambda: _before_first_batch(trainer, activity)),
             server_at_hand(config, trainer, tokenizer, progress.message),
         ):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
@@ -193,6 +193,11 @@ def _run(
             save_trained_model(config, run, trainer, tokenizer)
     if run is not None:
         _finish(config, run, progress.message)
+
+
+def _before_first_batch(trainer: OldPolicyTrainer, activity: Activity) -> bool:
+    """Whether the run is still evaluating the model it starts from."""
+    return trainer.state.global_step == 0 and activity.doing == "evaluating"
 
 
 def _finish(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> None:
@@ -233,6 +238,7 @@ def _add_callbacks(
     trainer: OldPolicyTrainer,
     tokenizer: Any,
     task: Any,
+    problems: Any,
     progress: TrainingProgress,
     evaluate: Callable[[], Evaluation],
     activity: Activity,
@@ -246,6 +252,7 @@ def _add_callbacks(
         TrackerCallback,
     )
     from tether.llm.failures import FiniteGradients
+    from tether.llm.start_evaluation import evaluate_start
 
     trainer.add_callback(FiniteGradients())
     if run is not None:
@@ -254,9 +261,11 @@ def _add_callbacks(
         trainer.add_callback(MetricsCallback(run, progress, config, meter))
         if config.report_to:
             trainer.add_callback(TrackerCallback(run))
-    trainer.add_callback(
-        EvaluationCallback(run, progress, able_to_generate(config, trainer, evaluate), config, activity)
-    )
+    evaluate = able_to_generate(config, trainer, evaluate)
+    # Several processes would have to agree on whether there is one to read.
+    shared = config.start_evaluations if trainer.accelerator.num_processes == 1 else None
+    first = functools.partial(evaluate_start, shared, config, problems, evaluate)
+    trainer.add_callback(EvaluationCallback(run, progress, evaluate, first, config, activity))
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
         samples.watch(trainer)

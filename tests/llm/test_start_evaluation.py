@@ -1,0 +1,106 @@
+"""The evaluation before the first update: shared by runs that begin alike, and by no others."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from short_run import assert_same_run, config, record
+
+from tether.experiments import RunFolder
+from tether.llm.evaluate import Evaluation, evaluate_model
+from tether.llm.start_evaluation import evaluate_start
+from tether.llm.tasks import Problem
+from tether.llm.train import train
+
+PROBLEMS = [Problem("1+1=", "2"), Problem([{"role": "user", "content": "2+2="}], "4")]
+MEASURED = Evaluation(success=0.5, success_greedy=1.0, reward=0.25, problems=2)
+
+
+def never() -> Evaluation:
+    raise AssertionError("measured again")
+
+
+def test_runs_that_begin_alike_measure_once_whatever_they_do_then(tmp_path: Path) -> None:
+    first = config(tmp_path / "a")
+    assert evaluate_start(tmp_path / "starts", first, PROBLEMS, lambda: MEASURED) == MEASURED
+    other = config(tmp_path / "b", method="clip", seed=7, learning_rate=3.0, steps=32, estimator="rloo")
+    assert evaluate_start(tmp_path / "starts", other, PROBLEMS, never) == MEASURED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.5}, {"model": "embedded-llama"}, {"rollouts": "compact"}, {"eval_samples": 2},
+     {"mixed_precision": True}, {"max_response_tokens": 3}, {"task_options": {"digits": 3}}],
+)  # fmt: skip
+def test_another_start_is_measured(tmp_path: Path, changes: dict[str, object]) -> None:
+    evaluate_start(tmp_path, config(tmp_path / "a"), PROBLEMS, lambda: MEASURED)
+    other = replace(MEASURED, success=0.75)
+    assert evaluate_start(tmp_path, config(tmp_path / "b", **changes), PROBLEMS, lambda: other) == other
+
+
+def test_other_problems_are_measured(tmp_path: Path) -> None:
+    run, other = config(tmp_path / "a"), replace(MEASURED, problems=1)
+    evaluate_start(tmp_path, run, PROBLEMS, lambda: MEASURED)
+    assert evaluate_start(tmp_path, run, PROBLEMS[:1], lambda: other) == other
+    harder = [replace(PROBLEMS[0], answer="3"), PROBLEMS[1]]
+    assert evaluate_start(tmp_path, run, harder, lambda: other) == other
+
+
+def test_a_run_without_a_folder_measures(tmp_path: Path) -> None:
+    assert evaluate_start(None, config(tmp_path), PROBLEMS, lambda: MEASURED) == MEASURED
+
+
+def test_what_is_shared_is_what_would_have_been_measured_and_changes_nothing_else(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
+    starts = tmp_path / "starts"
+    train(config(tmp_path / "other", seed=3, method="clip", steps=4, eval_every=0, start_evaluations=starts))
+    (shared,) = starts.iterdir()
+    train(config(tmp_path / "run", start_evaluations=starts))
+    assert list(starts.iterdir()) == [shared]
+    assert record(tmp_path / "run") == record(uninterrupted)
+
+    wrong = json.loads(shared.read_text()) | {"success": 0.125}
+    shared.write_text(json.dumps(wrong))  # it is this that is read
+    run = train(config(tmp_path / "third", steps=4, eval_every=0, start_evaluations=starts))
+    assert run.evals()[0]["success"] == 0.125
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_while_it_measures_its_start_stops_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def interrupted(*_: object, **__: object) -> Evaluation:
+        signal.raise_signal(number)
+        raise AssertionError("went on measuring")
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or it would end the tests
+    try:
+        monkeypatch.setattr("tether.llm.evaluate.evaluate_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert RunFolder.open(tmp_path / "run").evals() == []
+
+
+def test_in_a_later_evaluation_it_goes_on_to_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path
+) -> None:
+    evaluations: list[int] = []
+
+    def interrupted(*args: object, **keywords: object) -> Evaluation:
+        evaluations.append(len(evaluations))
+        if len(evaluations) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return evaluate_model(*args, **keywords)
+
+    monkeypatch.setattr("tether.llm.evaluate.evaluate_model", interrupted)
+    run = train(config(tmp_path / "run", save_every=16))
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [8]
+    train(config(tmp_path / "run", save_every=16, resume=True))
+    assert_same_run(tmp_path / "run", uninterrupted)
