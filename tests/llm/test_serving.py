@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from tether.llm import serve_child
 from tether.llm.async_training import TaskReward
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading
-from tether.llm.rollouts import engine_memory
+from tether.llm.rollouts import engine_memory, writes_compactly
 from tether.llm.serving import Server, check_port, free_port, serving
 from tether.llm.tasks import make_task
 
@@ -161,3 +162,21 @@ def test_rewards_travel_to_another_process() -> None:
     assert reward(["374+258="], ["632"], answer=["632"]) == [1.0]
     copied = pickle.loads(pickle.dumps(reward))  # noqa: S301 (our own)
     assert copied(["374+258="], ["633"], answer=["632"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "layers", "compact"),
+    [
+        ("vllm-async", ["full_attention", "sliding_attention"], True),
+        ("vllm-async", ["full_attention", "conv"], False),
+        ("compact", ["full_attention"], True),
+        ("vllm", ["full_attention"], False),
+        ("transformers", ["full_attention"], False),
+    ],
+)
+def test_evaluations_beside_an_asynchronous_engine_are_compact_where_the_model_allows_it(
+    tmp_path: Path, rollouts: str, layers: list[str], compact: bool
+) -> None:
+    text = SimpleNamespace(layer_types=layers)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    assert writes_compactly(short_run.config(tmp_path, rollouts=rollouts), model) == compact

@@ -112,7 +112,7 @@ class TrainConfig:
     """What writes the responses while training. compact: Transformers too, but each prompt is read once for
     all of its responses and rows that have ended leave the batch; fastest without vLLM, and used for
     evaluations as well. vllm: in turns with updates; vllm-async: all the time, on a server of its own, with
-    TROLL or the clip around the policy that sampled."""
+    TROLL or the clip around the policy that sampled; evaluations are compact where the model allows it."""
     max_lag: int = 4
     """vllm-async: the most updates a response may be behind when it is used; older ones are dropped."""
     vllm_mode: Literal["colocate", "server"] = "colocate"

@@ -107,6 +107,19 @@ def engine_memory(config: TrainConfig, parameters: int) -> int:
     return parameters * (2 if half else 4) + int(cache * 2**30) + _ENGINE_ON_CPU
 
 
+def writes_compactly(config: TrainConfig, model: Any) -> bool:
+    """Whether the model writes its responses to held-out problems as `rollouts: compact` does.
+
+    As those of training are; beside an asynchronous engine, where Transformers write nothing else, wherever
+    that is possible.
+    """
+    if config.rollouts == "vllm-async":
+        from tether.integrations.decoding import beyond_attention
+
+        return beyond_attention(model) is None
+    return config.rollouts == "compact"
+
+
 def able_to_generate(config: TrainConfig, trainer: Any, evaluate: Callable[[], Evaluation]) -> Any:
     """An evaluation during which the model can write responses itself, which in an asynchronous run it never
     does otherwise."""

@@ -20,7 +20,7 @@ from tether.llm.async_training import make_async_trainer, server_at_hand
 from tether.llm.config import MAY_CHANGE, TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
-from tether.llm.rollouts import able_to_generate, check_vllm
+from tether.llm.rollouts import able_to_generate, check_vllm, writes_compactly
 from tether.llm.run_kind import LLM_RUNS
 from tether.llm.saving import UNFINISHED, check_hub_access, finish_from_checkpoint, save_trained_model, upload
 from tether.llm.tasks import make_task
@@ -172,11 +172,12 @@ def _run(
         trainer.args.output_dir = str(config.output / UNFINISHED)
         trainer.remove_callback(PrinterCallback)
         evaluate = functools.partial(
-            _in_the_precision_of_rollouts, config, trainer, evaluate_model, trainer.model, tokenizer, task,
+            _in_the_precision_of_rollouts, trainer, evaluate_model, trainer.model, tokenizer, task,
             problems,
             samples=config.eval_samples, temperature=config.temperature,
             max_response_tokens=config.max_response_tokens,
-            chat_template_options=config.chat_template_options, compact=config.rollouts == "compact",
+            chat_template_options=config.chat_template_options,
+            compact=writes_compactly(config, trainer.model),
         )  # fmt: skip
         stop = _add_callbacks(config, run, trainer, tokenizer, task, problems, progress, evaluate, activity)
         with (
@@ -207,11 +208,11 @@ def _finish(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> 
 
 
 def _in_the_precision_of_rollouts(
-    config: TrainConfig, trainer: OldPolicyTrainer, evaluate: Callable[..., Evaluation], *args: Any, **kw: Any
+    trainer: OldPolicyTrainer, evaluate: Callable[..., Evaluation], *args: Any, compact: bool, **kw: Any
 ) -> Evaluation:
     """Evaluate as the responses of training are written."""
-    with trainer.accelerator.autocast() if config.rollouts == "compact" else nullcontext():
-        return evaluate(*args, **kw)
+    with trainer.accelerator.autocast() if compact else nullcontext():
+        return evaluate(*args, compact=compact, **kw)
 
 
 def _starting_point(
