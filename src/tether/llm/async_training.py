@@ -115,6 +115,8 @@ def _settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
         "token_budget": 0,  # as many responses in an update as were asked for
         # TRL looks at a batch's age when it is fetched, and that is while the one before it trains.
         "max_staleness": config.max_lag - 1,
+        # One that waits behind so many is too old by the time it is fetched: better not to write it yet.
+        "queue_maxsize": config.max_lag * config.responses_per_update,
         "heartbeat_stale_after_s": _SILENCE,
         "chat_template_kwargs": dict(config.chat_template_options) or None,
     }
