@@ -246,6 +246,13 @@ def test_an_evaluation_shows_what_the_task_is_judged_by_and_no_other_success() -
     assert (shares["success"]["mean"], shares["success_any"]["mean"]) == (0.0, 0.25)
 
 
+def test_a_number_called_like_success_is_no_share() -> None:
+    never, seconds = np.zeros(2, bool), np.array([3.0, 4.0])
+    result = Evaluation(never, never, seconds, seconds, {"success_seconds": seconds}, True)
+    found = summarise_evaluation(result, "success_seconds")["success_seconds"]
+    assert (found["mean"], found["mean_interval"]) == (3.5, [3.0, 4.0])
+
+
 def test_films_show_the_untrained_mean_motion_beside_the_trained(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from tether.episodic.options import ExportConfig
 from tether.episodic.plans import MotionLimits
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.tce import TCE
 from tether.episodic.train import load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, MotionLimitError
 
@@ -150,6 +151,24 @@ def test_a_context_in_an_order_of_its_own_is_described_as_that(tmp_path, monkeyp
     folder = export_run(ExportConfig(run, formats=()))
     said = json.loads((folder / "motion.json").read_text())["inputs"]["observation"]
     assert said == {"shape": ["motions", 6], "entries_of_the_first_observation": entries}
+
+
+class SeesTheWay(TCE):
+    """Sees where the goal is from the point, which is as many numbers as the context has."""
+
+    def seen(self, starts):
+        return starts.contexts - starts.positions
+
+    @property
+    def seen_size(self):
+        return 2
+
+
+def test_what_is_no_entry_of_the_observation_is_described_as_none(tmp_path):
+    run = trained(tmp_path / "run", algo="test_export:SeesTheWay", iterations=1, evaluate_every=1)
+    folder = export_run(ExportConfig(run, formats=("torch",)))
+    said = json.loads((folder / "motion.json").read_text())["inputs"]["observation"]
+    assert said == {"shape": ["motions", 2], "entries_of_the_first_observation": None}
 
 
 def test_the_command(run, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tether.episodic.commands import train_command
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.options import CompareConfig
 from tether.episodic.queue import Study, check_table, queue_command, read_queue
+from tether.episodic.train import train
 from tether.errors import ConfigError
 from tether.experiments import RunFolder, StudyTable
 from tether.kinds import KINDS
@@ -164,6 +166,32 @@ def test_a_queue_is_trained_in_pieces_and_keeps_the_longest_of_what_it_measured(
     elsewhere = CompareConfig(tmp_path / "elsewhere", queue=queue, results=table, jobs=1)
     queue_command(elsewhere)
     assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
+
+
+def test_a_run_killed_in_its_last_iteration_is_kept_whole_when_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(step: int, numbers: dict[str, float]) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    def train_as(report: Any) -> None:
+        monkeypatch.setattr(
+            "tether.episodic.queue.train_all",
+            lambda runs, config: [
+                train(run.settings, run.folder(), resume=True, report=report) for run in runs
+            ],
+        )
+
+    queue, table = tmp_path / "queue.yaml", tmp_path / "small.csv"
+    queue.write_text(f"- {{preset: 'queue_presets:point', settings: {SMALL}}}")
+    config = CompareConfig(tmp_path / "runs", queue=queue, results=table)
+    for report, ends in ((killed, False), (None, True)):
+        train_as(report)
+        with nullcontext() if ends else pytest.raises(KeyboardInterrupt):
+            queue_command(config)
+        (run,) = StudyTable(table, KINDS).select()
+        assert (run.steps, run.evals[-1]["step"], run.finished) == (5, 5 if ends else 4, ends)
 
 
 def test_runs_of_a_queue_with_other_settings_are_refused_before_anything_runs(

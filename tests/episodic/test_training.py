@@ -27,12 +27,15 @@ from tether.episodic.export import export_run
 from tether.episodic.options import ExportConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
+from tether.episodic.tce import TCE
 from tether.episodic.train import load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunFolder
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.run_config import flatten_settings
+from tether.experiments.run_data import RunData
 from tether.experiments.study_table import StudyTable
 
 
@@ -113,6 +116,9 @@ def test_a_run_older_than_the_setting_of_its_pull_resumes_as_it_was(tmp_path: Pa
     config = load_json(file.read_bytes())
     del config["settings"]["trust_region"]["pull_covariance"]
     file.write_text(dump_json(config))
+    # Reports tell it from no run that pulls the covariance, either.
+    read = RunData.read(old, {EPISODIC_RUNS.name: EPISODIC_RUNS}).config.settings
+    assert read == RunFolder.open(tmp_path / "whole").config.settings
     with pytest.raises(CheckpointError, match=r"pull_covariance: True then, False now"):
         train(alone, old, resume=True)
     train(pulled, old, resume=True)
@@ -365,6 +371,17 @@ def test_nan_from_the_simulator_stops_the_run_with_the_step_and_leaves_it_resuma
     assert 0 < len(content(tmp_path / "run")[0]) < 6
     train(tiny(), tmp_path / "run", resume=True)
     assert content(tmp_path / "run") == content(uninterrupted)
+
+
+@pytest.mark.parametrize("name", ["distance", "success", "sampling_seconds"])
+def test_a_number_that_would_hide_another_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the environment's own, of every run's, of the loop's."""
+    update = TCE.update
+    monkeypatch.setattr(TCE, "update", lambda self, progress: update(self, progress) | {name: 42.0})
+    with pytest.raises(ConfigError, match=rf"PointReach-v0 and tce both measure {name}.*TCE\.update"):
+        train(tiny(), tmp_path / "run")
 
 
 def test_an_unknown_environment_leaves_no_folder_behind(tmp_path: Path) -> None:

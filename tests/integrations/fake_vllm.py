@@ -1,6 +1,7 @@
 """A server that answers as ``vllm serve`` does, from the tiny model: `fake_vllm.py PORT`, or in a thread.
 
-It has the weights it was told to read, but for those it is told to keep (`keeps`).
+It has the weights it was told to read, but for those it is told to keep (`keeps`), and rounds logits as it
+is told to (`step`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FakeVLLM(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Answers)
         self.model = make_tiny_model().eval()
         self.lock, self.random = threading.Lock(), torch.Generator().manual_seed(1)
-        self.keeps = ""
+        self.keeps, self.step = "", 0.0
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     @property
@@ -48,10 +49,14 @@ class FakeVLLM(ThreadingHTTPServer):
         top = []
         for _ in range(asked["max_tokens"]):
             logits = self.model(torch.tensor([prompt + drawn])).logits[0, -1].float()
+            if self.step:
+                logits = (logits / self.step).round() * self.step
+            if asked.get("top_k", 0) > 0:  # as vLLM in torch: ids like the last one stay, too
+                logits[logits < logits.topk(asked["top_k"]).values[-1]] = -torch.inf
             log_probs = (logits / asked["temperature"]).log_softmax(-1)
             drawn.append(int(torch.multinomial(log_probs.exp(), 1, generator=self.random)))
             ids = dict.fromkeys([drawn[-1], *log_probs.topk(asked["logprobs"]).indices.tolist()])
-            top.append({f"token_id:{i}": float(log_probs[i]) for i in ids})
+            top.append({f"token_id:{i}": max(float(log_probs[i]), -9999.0) for i in ids})
         own = [one[f"token_id:{i}"] for one, i in zip(top, drawn, strict=True)]
         return {"index": index, "token_ids": drawn,
                 "logprobs": {"token_logprobs": own, "top_logprobs": top}}  # fmt: skip

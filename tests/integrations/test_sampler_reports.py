@@ -62,6 +62,7 @@ class _Engine:
     `VLLMGeneration` hands it on; `late` transfers do not arrive."""
 
     late = False
+    step = 0.0  # what logits are rounded to
 
     def __init__(self, model: Any, temperature: float, max_completion_length: int, **settings: Any) -> None:
         self.trained, self.mine = model, make_tiny_model()  # no copy: forwards are patched
@@ -86,6 +87,8 @@ class _Engine:
             tokens, own, rows = list(prompt), [], []
             while len(tokens) < len(prompt) + self.length and tokens[-1] != end:
                 logits = self.mine(torch.tensor([tokens])).logits[0, -1] / self.temperature
+                if self.step:
+                    logits = (logits / self.step).round() * self.step
                 if self.top_k:
                     logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
                 log_probs = logits.log_softmax(-1)
@@ -138,6 +141,19 @@ def test_an_engine_that_truncates_is_compared_on_what_it_keeps(
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert rows[0]["trust_region/kl_max"] < 1e-5 < rows[1]["trust_region/kl_max"]
     assert all(row["trust_region/tail_mass"] == 0 for row in rows)
+
+
+def test_ids_as_likely_as_the_last_one_kept_are_reported_too(
+    make_trainer: Callable[..., Any], engine: type[_Engine]
+) -> None:
+    """Which vLLM keeps, and half precision makes many of: none of what sampling keeps may be missing."""
+    engine.step = 0.25
+    trainer = make_trainer(
+        TROLLTrainer, TROLLConfig, **SERVER, top_k=6, max_steps=2, troll_sampler_tolerance=1.0
+    )
+    trainer.train()
+    assert trainer.vllm_generation.logprobs == 12
+    assert all(row["trust_region/tail_mass"] == 0 for row in trainer.state.log_history if "loss" in row)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,17 @@ def test_the_lag_that_is_logged_is_of_the_oldest_sequence(make_async: Callable[.
     assert trainer.state.log_history[0]["trust_region/lag"] == max(seen)
 
 
+@pytest.mark.parametrize(("budget", "behind"), [(0, 1), (60, 2)])
+def test_data_are_older_than_the_staleness_by_what_the_page_says(
+    make_async: Callable[..., Any], budget: int, behind: int
+) -> None:
+    """TRL looks at an age when it fetches, which is before the update; docs/async.md."""
+    trainer = make_async(token_budget=budget, max_staleness=0, max_steps=5)
+    trainer.train()
+    lags = [log["trust_region/lag"] for log in trainer.state.log_history if "loss" in log]
+    assert max(lags) == behind
+
+
 def _moved_batch(trainer: Any) -> dict[str, Any]:
     """A batch of rollouts, and then a network that has moved away from their sampler."""
     trainer._sync_weight()

@@ -94,6 +94,17 @@ def test_a_server_is_asked_whether_it_has_the_weights(tmp_path: Path, keeps: str
 
 
 @pytest.mark.usefixtures("pretend_vllm")
+def test_ids_as_likely_as_the_last_one_kept_are_reported_too(tmp_path: Path) -> None:
+    """Which vLLM keeps, and half precision makes many of: none of what sampling keeps may be missing."""
+    with fake_vllm() as server:
+        server.step = 0.25
+        trainer = make_served(tmp_path, server.url, top_k=6, troll_sampler_tolerance=1.0)
+        trainer._sync_weight()
+        (asked,) = [body for path, body in server.asked if path == "/v1/completions"]
+    assert asked["logprobs"] == trainer.rollout_worker._loop_kwargs["report_top_k"] == 12
+
+
+@pytest.mark.usefixtures("pretend_vllm")
 def test_an_infinite_tolerance_asks_nothing(tmp_path: Path) -> None:
     with fake_vllm() as server:
         trainer = make_served(tmp_path, server.url, troll_sampler_tolerance=float("inf"))

@@ -233,6 +233,15 @@ def test_a_server_that_is_not_there_is_named() -> None:
         VLLMServer("http://127.0.0.1:9").pause()
 
 
+def test_a_proxy_is_not_asked_for_the_server(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    VLLMServer(server.url).check()
+    assert [path for path, _ in server.seen] == ["/health", "/is_sleeping"]
+
+
 def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
     monkeypatch.setattr("tether.integrations.vllm_server._LOADING", 0.01)
     statuses = [503, 503]
@@ -285,6 +294,19 @@ def test_a_transfer_that_is_cut_off_leaves_the_weights_before_it(tmp_path: Path)
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [0, 0]
     with pytest.raises(TetherError, match="no weights to transfer"):
         transfer.send_weights(iter([]))
+
+
+def test_weights_are_written_as_the_engine_computes_with_them(tmp_path: Path) -> None:
+    """What it would round on reading is half the file."""
+    sent = {"a": torch.rand(64, 64), "model.embed_tokens.weight": torch.rand(8, 4)}
+    FolderWeightTransfer(tmp_path, lambda _: None, untie=True, dtype=torch.bfloat16).send_weights(
+        iter(sent.items())
+    )
+    written = load_file(tmp_path / "model.safetensors")
+    head = sent["model.embed_tokens.weight"]
+    assert written.keys() == {*sent, "lm_head.weight"}
+    for name, weight in {**sent, "lm_head.weight": head}.items():
+        assert written[name].equal(weight.bfloat16())
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -223,16 +223,18 @@ def test_dropout_is_warned_about_for_it_looks_like_divergence(train: Callable[..
 def test_a_models_own_reshaping_of_samples_is_warned_about(make_trainer: Callable[..., Any]) -> None:
     """TRL fills what it is not given from the model."""
 
-    def build(**settings: Any) -> None:
+    def build(compact: bool = False, **settings: Any) -> None:
         model = make_tiny_model()
         model.generation_config.no_repeat_ngram_size = 1
-        make_trainer(OldPolicyTrainer, GRPOConfig, model=model, **settings)
+        arguments = {"compact_rollouts": compact}
+        make_trainer(OldPolicyTrainer, GRPOConfig, model=model, trainer_arguments=arguments, **settings)
 
     with pytest.warns(TetherWarning, match=r"'no_repeat_ngram_size': 1.*no_repeat_ngram_size = None"):
         build()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The model's own generation settings")
         build(generation_kwargs={"no_repeat_ngram_size": 0})
+        build(compact=True)  # which asks the model alone
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])

@@ -215,6 +215,10 @@ def test_the_runs_of_one_call_share_the_evaluation_of_their_start(
     assert folders[0] == folders[1]
     assert not folders[0].exists()
 
+    folders.clear()
+    compare(read_grid(QUICK, *arguments(tmp_path, "--train.start-evaluations", str(tmp_path))[4:]))
+    assert folders == [tmp_path] * 2
+
 
 def test_a_folder_of_kept_runs_is_refused_before_anything_is_trained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -149,7 +149,19 @@ def test_scores_do_not_depend_on_how_many_fit_at_a_time(monkeypatch: pytest.Monk
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
-def test_a_models_own_penalties_do_not_reshape_what_is_measured() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_p": 0.9},
+        {"typical_p": 0.01},
+        {"epsilon_cutoff": 0.5},
+        {"eta_cutoff": 0.5},
+        {"min_new_tokens": 8},
+        {"min_length": 16},
+        {"num_beams": 2},
+    ],
+)
+def test_a_models_own_settings_do_not_reshape_what_is_measured(own: dict[str, Any]) -> None:
     model, tokenizer = load_model_and_tokenizer("embedded")
 
     def said(temperature: float | None) -> list[list[int]]:
@@ -159,9 +171,9 @@ def test_a_models_own_penalties_do_not_reshape_what_is_measured() -> None:
         )
         return [response.ids for response in responses]
 
-    plain = said(None), said(1.0)
-    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1, min_p=0.9)
-    assert (said(None), said(1.0)) == plain
+    plain = said(None), said(2.0)
+    model.generation_config.update(**own)
+    assert (said(None), said(2.0)) == plain
 
 
 # ---------------------------------------------------------------------- the command

@@ -14,8 +14,15 @@ import pytest
 import torch
 from short_run import assert_same_run, config, record
 
-from tether.errors import CheckpointError, ConfigError, TetherWarning, TrainingStoppedError
+from tether.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidInputError,
+    TetherWarning,
+    TrainingStoppedError,
+)
 from tether.experiments import RunFolder
+from tether.integrations.decoding import draw
 from tether.llm import callbacks, failures
 from tether.llm.failures import cause_of
 from tether.llm.train import train
@@ -259,9 +266,10 @@ def test_torchs_own_words_for_a_full_disk_and_full_memory_are_known(tmp_path):
     assert cause_of(memory.value) == "memory"
 
 
-def test_a_sampler_that_meets_nan_is_a_matter_of_numbers():
-    with pytest.raises(RuntimeError) as error:
-        torch.multinomial(torch.tensor([0.5, float("nan")]), 1)
+@pytest.mark.parametrize("sample", [lambda weights: torch.multinomial(weights, 1), draw])
+def test_a_sampler_that_meets_nan_is_a_matter_of_numbers(sample):
+    with pytest.raises((RuntimeError, InvalidInputError)) as error:
+        sample(torch.tensor([[0.5, float("nan")]]))
     assert cause_of(error.value) == "numbers"
 
 

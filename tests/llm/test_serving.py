@@ -20,7 +20,7 @@ import short_run
 
 from tether.errors import ConfigError, EngineError
 from tether.llm import serve_child
-from tether.llm.async_training import TaskReward
+from tether.llm.async_training import TaskReward, _settings, _written_ahead
 from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading
 from tether.llm.rollouts import engine_memory, writes_compactly
@@ -145,6 +145,30 @@ def test_settings_that_asynchronous_rollouts_cannot_have_are_refused(
 
 def test_the_anchor_of_asynchronous_rollouts_is_the_sampler(tmp_path: Path) -> None:
     assert short_run.config(tmp_path / "run", rollouts="vllm-async").settings()["anchor"] == "sampler"
+
+
+def test_a_busy_server_is_given_the_time_a_response_takes(tmp_path: Path) -> None:
+    """After TRL's ten minutes it is asked for it again, from the beginning."""
+    config = short_run.config(tmp_path / "run", rollouts="vllm-async")
+    assert _settings(config, make_task(config.task), tmp_path)["request_timeout"] > 86_400
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "updates", "max_lag", "under_way"),
+    [(16, 8, 8, 8, 80), (64, 8, 8, 4, 112), (8, 8, 8, 4, 8), (4, 4, 1, 1, 16), (2, 8, 4, 1, 8)],
+)
+def test_no_more_is_written_ahead_than_can_be_learned_from_in_time(
+    tmp_path: Path, prompts: int, responses: int, updates: int, max_lag: int, under_way: int
+) -> None:
+    config = short_run.config(
+        tmp_path / "run", rollouts="vllm-async", prompts_per_rollout=prompts, responses_per_prompt=responses,
+        updates_per_rollout=updates, max_lag=max_lag, save_every=0, eval_every=0,
+    )  # fmt: skip
+    ahead = _written_ahead(config)
+    assert ahead == {"max_inflight_tasks": under_way, "queue_maxsize": prompts * responses // updates}
+    if under_way > max(responses, ahead["queue_maxsize"]):  # the least that an update needs
+        in_all = sum(ahead.values()) + 2 * responses  # judged, and waiting for it
+        assert in_all == (max_lag - 1) * config.responses_per_update
 
 
 def test_the_memory_of_a_server_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

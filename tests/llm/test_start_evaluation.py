@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from short_run import assert_same_run, config, record
 
 from tether.experiments import RunFolder
+from tether.llm.config import TrainConfig
 from tether.llm.evaluate import Evaluation, evaluate_model
 from tether.llm.start_evaluation import evaluate_start
 from tether.llm.tasks import Problem
@@ -24,11 +26,20 @@ def never() -> Evaluation:
     raise AssertionError("measured again")
 
 
+def start(
+    folder: Path | None,
+    run: TrainConfig,
+    evaluate: Callable[[], Evaluation],
+    problems: list[Problem] = PROBLEMS,
+) -> Evaluation:
+    return evaluate_start(folder, run, problems, evaluate, lambda seconds: None)
+
+
 def test_runs_that_begin_alike_measure_once_whatever_they_do_then(tmp_path: Path) -> None:
     first = config(tmp_path / "a")
-    assert evaluate_start(tmp_path / "starts", first, PROBLEMS, lambda: MEASURED) == MEASURED
+    assert start(tmp_path / "starts", first, lambda: MEASURED) == MEASURED
     other = config(tmp_path / "b", method="clip", seed=7, learning_rate=3.0, steps=32, estimator="rloo")
-    assert evaluate_start(tmp_path / "starts", other, PROBLEMS, never) == MEASURED
+    assert start(tmp_path / "starts", other, never) == MEASURED
 
 
 @pytest.mark.parametrize(
@@ -37,21 +48,21 @@ def test_runs_that_begin_alike_measure_once_whatever_they_do_then(tmp_path: Path
      {"mixed_precision": True}, {"max_response_tokens": 3}, {"task_options": {"digits": 3}}],
 )  # fmt: skip
 def test_another_start_is_measured(tmp_path: Path, changes: dict[str, object]) -> None:
-    evaluate_start(tmp_path, config(tmp_path / "a"), PROBLEMS, lambda: MEASURED)
+    start(tmp_path, config(tmp_path / "a"), lambda: MEASURED)
     other = replace(MEASURED, success=0.75)
-    assert evaluate_start(tmp_path, config(tmp_path / "b", **changes), PROBLEMS, lambda: other) == other
+    assert start(tmp_path, config(tmp_path / "b", **changes), lambda: other) == other
 
 
 def test_other_problems_are_measured(tmp_path: Path) -> None:
     run, other = config(tmp_path / "a"), replace(MEASURED, problems=1)
-    evaluate_start(tmp_path, run, PROBLEMS, lambda: MEASURED)
-    assert evaluate_start(tmp_path, run, PROBLEMS[:1], lambda: other) == other
+    start(tmp_path, run, lambda: MEASURED)
+    assert start(tmp_path, run, lambda: other, PROBLEMS[:1]) == other
     harder = [replace(PROBLEMS[0], answer="3"), PROBLEMS[1]]
-    assert evaluate_start(tmp_path, run, harder, lambda: other) == other
+    assert start(tmp_path, run, lambda: other, harder) == other
 
 
 def test_a_run_without_a_folder_measures(tmp_path: Path) -> None:
-    assert evaluate_start(None, config(tmp_path), PROBLEMS, lambda: MEASURED) == MEASURED
+    assert start(None, config(tmp_path), lambda: MEASURED) == MEASURED
 
 
 def test_what_is_shared_is_what_would_have_been_measured_and_changes_nothing_else(
@@ -64,10 +75,14 @@ def test_what_is_shared_is_what_would_have_been_measured_and_changes_nothing_els
     assert list(starts.iterdir()) == [shared]
     assert record(tmp_path / "run") == record(uninterrupted)
 
-    wrong = json.loads(shared.read_text()) | {"success": 0.125}
-    shared.write_text(json.dumps(wrong))  # it is this that is read
+    kept = json.loads(shared.read_text())
+    assert kept["seconds"] > 0
+    shared.write_text(json.dumps(kept | {"success": 0.125, "seconds": 1e6}))  # it is this that is read
     run = train(config(tmp_path / "third", steps=4, eval_every=0, start_evaluations=starts))
     assert run.evals()[0]["success"] == 0.125
+    # The run that measured took so long: the times of methods are compared.
+    assert run.evals()[0]["time_s"] > 1e6
+    assert run.end()["training_seconds"] > 1e6
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

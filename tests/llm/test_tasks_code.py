@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -83,6 +84,33 @@ def test_functions_of_one_line_share_no_problem_and_their_solutions_pass(task: C
     assert [verdict.reward for verdict in solved] == [1.0] * 12
     constant = task.verify_many([block("def solve(*given):\n    return 0")] * 12, answers)
     assert [verdict.reward for verdict in constant] == [0.0] * 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "part", "instead"),
+    [
+        ("is at least", "<= n", "< n"),
+        ("is at least", "n <", "n <="),
+        ("the sum of a and b is greater", ">", ">="),
+        ("how many numbers", ">", ">="),
+        ("that are less", "<", "<="),
+        ("divisible by", " and .*", ""),
+        ("starts with", " or .*", ""),
+        ("starts with", "return .* or ", "return "),
+        ("the first", r"text\[.*", "text"),
+        ("without the letter", r"text\..*", "text"),
+        ("replaced by", r"text\..*", "text"),
+    ],
+)
+def test_what_is_nearly_a_function_of_one_line_is_wrong(asked: str, part: str, instead: str) -> None:
+    problems = [one for one in CodeTask(steps=0).problems("train", limit=300) if asked in text(one)]
+    assert problems
+    for problem in problems:
+        solution = extract_code(problem.metadata["solution"])[1]
+        namespace: dict[str, Any] = {}
+        exec(re.sub(part, instead, solution), namespace)
+        tests = [test for test in UnitTests.load(problem.answer).tests if isinstance(test, CallTest)]
+        assert not all(test.accepts([Value(eval(test.calls[0], namespace))]) for test in tests)  # noqa: S307
 
 
 @pytest.mark.parametrize(("steps", "instruction"), [(0, ""), (0, "Show a code block."), (2, "")])

@@ -275,7 +275,7 @@ CALCULATIONS = {
     r"has (\d+) \w+, buys (\d+) and gives away (\d+)": "a + b - c",
     r"had (\d+) \w+, lost (\d+) and found (\d+)": "a - b + c",
     r"(\d+) \w+ lie here, (\d+) there and (\d+) in a box": "a + b + c",
-    r"fills (\d+) \w+ with (\d+) \w+ and has (\d+) left": "a * b + c",
+    r"fills (\d+) \w+ with (\d+) \w+ each and has (\d+) left": "a * b + c",
     r"fills (\d+) \w+ with (\d+) \w+ each and sells (\d+)": "a * b - c",
 }
 

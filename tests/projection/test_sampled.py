@@ -89,6 +89,8 @@ def test_drawn_tokens_alone_are_a_report() -> None:
     alone = report.policy(**nothing)
     assert torch.equal(alone.log_probs, report.own)
     assert torch.allclose(alone.support.log_tail.exp(), 1 - report.own.exp())
+    with pytest.raises(InvalidInputError, match=r"sequence 0, position 0: .* among the 0 reported ids"):
+        report.policy(**nothing, sampled_log_probs=None)
 
 
 @pytest.mark.parametrize("vocabulary_size", [None, 50_000])
@@ -189,7 +191,7 @@ def _broken(report: Report, what: str) -> dict[str, Any]:
         ("own nan", "log-probability is NaN"),
         ("twice", "reported twice"),
         ("vocabulary", "the reported id 47 is not in the vocabulary"),
-        ("negative", "the reported id 5 is not in the vocabulary"),
+        ("negative", "the reported id -5 is not in the vocabulary"),
         ("drawn nothing", "the sampled id -1 is not in the vocabulary"),
         ("drawn outside", "the sampled id 40 is not in the vocabulary"),
         ("mass", "more than 1 by more than rounding"),

@@ -106,6 +106,10 @@ def test_vllms_limit_is_raised(module: Any) -> None:
     for given, expected in (({}, 64), ({"max_logprobs": 128}, 128), ({"max_logprobs": -1}, -1)):
         server._preprocess_engine_kwargs(given)
         assert given["max_logprobs"] == expected
+    # Ids as likely as the last one that sampling keeps are kept, too.
+    truncated: dict[str, Any] = {}
+    _server(module, None, custom={"troll_top_k": 64}, top_k=50)._preprocess_engine_kwargs(truncated)
+    assert truncated["max_logprobs"] == 100
 
 
 def test_servers_report_where_they_are_asked_to(module: Any) -> None:

@@ -170,7 +170,7 @@ def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[st
     if headline == "success":
         measures["success_any"] = result.success_any.astype(np.float64)
     measures |= {"return": result.returns, "jerk": result.jerk}
-    return {name: _measure(values, name.startswith("success")) for name, values in measures.items()}
+    return {name: _measure(values, name in ("success", "success_any")) for name, values in measures.items()}
 
 
 def _measure(values: np.ndarray[Any, np.dtype[np.float64]], is_share: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -130,7 +131,9 @@ def export_run(config: ExportConfig) -> Path:
         }
         for index, plan in enumerate(plans):
             plan.write_csv(made / f"motion_{index}.csv")
-        atomic_write_json(made / DESCRIPTION, _description(learner, config) | {"checked": differences})
+        atomic_write_json(
+            made / DESCRIPTION, _description(learner, starts, config) | {"checked": differences}
+        )
         _move(made, folder)
     return folder
 
@@ -258,15 +261,24 @@ def _plans(learner: Learner, starts: Starts, motions: Motions, config: ExportCon
     return plans
 
 
-def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
+def _entries_seen(
+    learner: Learner, starts: Starts, of_context: tuple[int, ...] | None
+) -> Literal["all"] | list[int] | None:
+    """Which entries of an observation the policy is given, None where it is given something else."""
+    seen = learner.seen(starts)
+    if np.array_equal(seen, starts.observations):
+        return "all"
+    if of_context is None or not np.array_equal(seen, starts.contexts):
+        return None
+    return [index % learner.spec.observation_size for index in of_context]
+
+
+def _description(learner: Learner, starts: Starts, config: ExportConfig) -> dict[str, Any]:
     """What a program needs to know to run the files, for people and machines."""
     spec, run = learner.spec, RunFolder.open(config.run)
     with make_position_controlled(spec.env_id, **learner.config.env_options) as robot:
         units, entries = list(robot.position_units), robot.context_indices
     steps = [checkpoint.step for checkpoint in run.checkpoints()]
-    size = learner.seen_size
-    # A context may be as large as the observation and still have another order.
-    of_context = size != spec.observation_size or getattr(learner.config, "policy_input", "") == "context"
     return {
         "made_by": f"tether-rl {importlib.metadata.version('tether-rl')}",
         "environment": spec.env_id,
@@ -278,9 +290,8 @@ def _description(learner: Learner, config: ExportConfig) -> dict[str, Any]:
         "seconds": spec.duration,
         "inputs": {
             "observation": {
-                "shape": ["motions", size],
-                "entries_of_the_first_observation": "all" if entries is None or not of_context
-                else [index % spec.observation_size for index in entries],
+                "shape": ["motions", learner.seen_size],
+                "entries_of_the_first_observation": _entries_seen(learner, starts, entries),
             },
             "position": {"shape": ["motions", spec.num_dof], "units": units},
             "velocity": {"shape": ["motions", spec.num_dof], "units": [f"{unit}/s" for unit in units]},

@@ -202,8 +202,13 @@ def _collect(studies: list[Study], config: CompareConfig) -> list[RunData]:
         runs = [run for run in runs if run.evals]
         if table is not None:
             kept = table.runs(study.name)
-            longer = [run for run in runs if run.name not in kept or run.steps > kept[run.name].steps]
+            longer = [run for run in runs if run.name not in kept or _reached(run) > _reached(kept[run.name])]
             table.add(study.name, longer, unfinished=True)
             runs = list(table.runs(study.name).values())
         found += runs
     return found
+
+
+def _reached(run: RunData) -> tuple[int, int, bool]:
+    """How far a run has come: one killed in its last iteration lacks what follows, not that iteration."""
+    return run.steps, len(run.evals), run.finished

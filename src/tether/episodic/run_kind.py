@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tether.experiments.run_kind import PanelSpec, RunKind, plain_metric_text
+from collections.abc import Mapping
+from typing import Any
+
+from tether.experiments.run_kind import PanelSpec, RunKind, Settings, plain_metric_text
 
 _UNITS = {"max_height": "m"}
 
@@ -20,6 +23,18 @@ def metric_text(name: str) -> str:
     measure = name.removesuffix("_greedy")
     words = plain_metric_text(measure) + (" of the mean motion" if measure != name else "")
     return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
+
+
+def current_settings(saved: Settings) -> dict[str, Any]:
+    """Those of a saved run, and what it did before there was a setting for it: the covariance was pulled.
+
+    >>> current_settings({"trust_region": {"regression_weight": 10.0}})
+    {'trust_region': {'pull_covariance': True, 'regression_weight': 10.0}}
+    """
+    region = saved.get("trust_region")
+    if not isinstance(region, Mapping) or "regression_weight" not in region:  # of an algorithm from outside
+        return dict(saved)
+    return {**saved, "trust_region": {"pull_covariance": True, **region}}
 
 
 PANELS = (
@@ -106,4 +121,5 @@ EPISODIC_RUNS = RunKind(
         "trust region caps both."
     ),
     columns=("env_id", "algo"),
+    current_settings=current_settings,
 )

@@ -7,7 +7,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from tether.episodic.episodes import EnvSpec
 from tether.episodic.evaluate import check_training_seed, evaluate_learner, mean_of_known
 from tether.episodic.interrupts import Interrupts
 from tether.episodic.learner import Learner
+from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
-from tether.errors import CheckpointError, SimulationError
+from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
 from tether.experiments.checkpoints import find_damage
 from tether.experiments.trackers import check_trackers
@@ -66,8 +67,8 @@ def train(
         The run folder, closed.
 
     Raises:
-        ConfigError: an unknown environment or algorithm, settings that do not fit it, or the evaluation's
-            own seed.
+        ConfigError: an unknown environment or algorithm, settings that do not fit it, the evaluation's own
+            seed, or a number that environment and algorithm both have.
         CheckpointError: the folder holds another run.
         SimulationError: a simulator failed; the message says in which iteration.
     """
@@ -83,7 +84,7 @@ def train(
         settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
-            resume=resume, may_change=MAY_CHANGE, current_settings=lambda kept: _since(kept, settings),
+            resume=resume, may_change=MAY_CHANGE, current_settings=EPISODIC_RUNS.current_settings,
             trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
@@ -93,14 +94,6 @@ def train(
                     last = config.iterations if until is None else min(until, config.iterations)
                     loop.run(last, interrupts)
     return run
-
-
-def _since(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings, and what it did before there was a setting for it: the covariance was pulled."""
-    region = kept.get("trust_region")
-    if not isinstance(region, Mapping) or "pull_covariance" not in now.get("trust_region", {}):
-        return dict(kept)
-    return {**kept, "trust_region": {"pull_covariance": True, **region}}
 
 
 def _print_to_stderr(message: str) -> None:
@@ -160,16 +153,22 @@ class _Loop:
         sampling_seconds = time.perf_counter() - started
         self.env_steps += episodes.env_steps
         self.learner.observe(motions, episodes)
-        metrics = self.learner.update(progress=self.done / config.iterations)
-        return {
+        learned = self.learner.update(progress=self.done / config.iterations)
+        measured = {
             "env_steps": self.env_steps,
             "return_mean": float(episodes.returns.mean()),
             "success": float(episodes.success.mean()),
             "success_any": float(episodes.success_any.mean()),
             **{name: mean_of_known(values) for name, values in episodes.extras.items()},
-            **metrics,
             "sampling_seconds": sampling_seconds,
         }
+        if twice := measured.keys() & learned.keys():
+            raise ConfigError(
+                f"{config.env_id} and {config.algo} both measure {', '.join(sorted(twice))}, and one number "
+                f"would hide the other. Rename it: in the environment's extra_names, or in what "
+                f"{type(self.learner).__name__}.update returns."
+            )
+        return measured | learned
 
     def _evaluate(self) -> None:
         with _saying_where(f"evaluation after iteration {self.done}"):

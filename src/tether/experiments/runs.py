@@ -232,6 +232,10 @@ class RunFolder:
         """Training time in seconds since the run began, without the pauses between resumes."""
         return self._clock() - self._clock_start
 
+    def add_seconds(self, seconds: float) -> None:
+        """Count as this run's what another took to measure for both."""
+        self._clock_start -= seconds
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a line still being written is left out."""
         return read_measurements(self.path / METRICS_FILE)

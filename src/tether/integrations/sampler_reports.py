@@ -60,6 +60,24 @@ def at_reported_ids(ids: Tensor, log_tail: Tensor) -> dict[str, Tensor]:
     return {"support_ids": ids, "support_truncated": torch.isneginf(log_tail)}
 
 
+def ids_to_ask_for(reported: int, kept: int | None, vocabulary_size: int | None = None) -> int:
+    """How many of the likeliest ids vLLM is asked for, so that a truncated distribution is there as a whole.
+
+    It may also keep ids that are as likely as the last of its top-k. Logits in half precision take few
+    values, so that there often are some: in bfloat16 up to 8 beside SmolLM2's 64, at three tokens of four.
+
+    Args:
+        reported: ids wanted of any distribution.
+        kept: the top-k that is sampled with; None, 0 or negative for all.
+        vocabulary_size: there are no more than so many.
+
+    >>> ids_to_ask_for(64, None), ids_to_ask_for(64, 20), ids_to_ask_for(64, 64), ids_to_ask_for(64, 64, 100)
+    (64, 64, 128, 100)
+    """
+    twice = 2 * (kept or 0)
+    return max(reported, twice if vocabulary_size is None else min(twice, vocabulary_size))
+
+
 def report_sequence(
     completion_ids: list[int],
     ids: list[list[int]],

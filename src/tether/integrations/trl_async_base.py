@@ -21,7 +21,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from tether.integrations.lag_metrics import by_process, lag_metrics
-from tether.integrations.sampler_reports import at_reported_ids
+from tether.integrations.sampler_reports import at_reported_ids, ids_to_ask_for
 from tether.integrations.sparse_head import SparseHeadOutput, add_sparse_head
 from tether.integrations.trl_async_check import TransferCheck
 from tether.integrations.trl_async_cpu import attend_on_cpu, without_peak_flops
@@ -99,15 +99,16 @@ class RecordedTrainer(AsyncGRPOTrainer):
         #: Ids the model has logits of.
         self.vocabulary_size = int(base.config.get_text_config().vocab_size)
         server = VLLMServer(args.vllm_server_base_url)
+        asked = ids_to_ask_for(support_top_k, args.top_k, self.vocabulary_size)
         if served:
             self._transfer_check = TransferCheck(
-                self, server, support_top_k, truncated=truncates(args), tolerance=sampler_tolerance
+                self, server, asked, truncated=truncates(args), tolerance=sampler_tolerance
             )
         if not self.accelerator.is_main_process:
             return
         if served:
             self._server = server
-            record(self.rollout_worker, support_top_k, server.check)
+            record(self.rollout_worker, asked, server.check)
         self.rollout_queue = CheckedQueue(
             self.rollout_queue, self._published, truncated=truncates(args),
             vocabulary_size=self.vocabulary_size,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tether.errors import ConfigError, TetherError
@@ -28,6 +29,7 @@ class FolderWeightTransfer:
         pause, resume: called around each transfer, if the engine can wait.
         untie: also write the weight that is tied to the embeddings as a head of its own, for an engine that
             reads a folder of `write_for_vllm`.
+        dtype: what the engine computes in, if known: other weights are rounded to it before they are written.
         make: whether to make the folder now; otherwise it has to be there when weights are sent.
 
     Raises:
@@ -51,9 +53,10 @@ class FolderWeightTransfer:
         pause: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
         untie: bool = False,
+        dtype: torch.dtype | None = None,
         make: bool = True,
     ) -> None:
-        self._untie = untie
+        self._untie, self._dtype = untie, dtype
         self.folder = Path(folder).resolve()
         self._reload, self._pause, self._resume = reload, pause, resume
         if not make:
@@ -79,7 +82,10 @@ class FolderWeightTransfer:
         Raises:
             TetherError: no weights at all.
         """
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
+        weights = {
+            name: tensor.detach().to("cpu", self._dtype or tensor.dtype).contiguous()
+            for name, tensor in iterator
+        }
         if not weights:
             raise TetherError("There are no weights to transfer: every parameter of the model is frozen.")
         if self._untie and HEAD not in weights:

@@ -22,6 +22,7 @@ from tether.integrations.sampler_reports import (
     Reported,
     StepRecorder,
     collect,
+    ids_to_ask_for,
     report_sequence,
 )
 from tether.integrations.trl_config import (
@@ -124,7 +125,9 @@ class ReportingTrainer(LaggedTrainer):
         if self.use_vllm:
             check_penalties(self.args, self.sampler_tolerance)
             check_kept_ids(self.args, self.support_top_k)
-            report_top_k(self.vllm_generation, self.support_top_k)
+            kept = self._truncates.get("top_k")
+            asked = ids_to_ask_for(self.support_top_k, kept, self._vocabulary_size)
+            report_top_k(self.vllm_generation, asked)
             self._check = SamplerCheck(self, self.sampler_tolerance)
 
     @property
@@ -135,6 +138,10 @@ class ReportingTrainer(LaggedTrainer):
     def _sampling_model(self) -> Any:
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_peft_model(model) else model
+
+    @property
+    def _vocabulary_size(self) -> int:
+        return int(self._sampling_model.config.get_text_config().vocab_size)
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sampling_weights() as version:
@@ -220,9 +227,8 @@ class ReportingTrainer(LaggedTrainer):
 
     def _collect(self, completion_ids: Tensor, mask: Tensor) -> SampledPolicy:
         assert self._reported is not None
-        vocabulary = int(self._sampling_model.config.get_text_config().vocab_size)
         policy = collect(self._reported, completion_ids, mask, truncated=bool(self._truncates),
-                         vocabulary_size=vocabulary)  # fmt: skip
+                         vocabulary_size=self._vocabulary_size)  # fmt: skip
         # As few ids as of a scored policy: what an update costs grows with them.
         return policy.trimmed(self.support_mass)
 

@@ -18,7 +18,8 @@ def warn_of_settings(trainer: Any, base_model: Any) -> None:
     _warn_of_noisy_embeddings(trainer.args)
     if not isinstance(trainer.args, TROLLConfig):  # which has said so itself
         warn_of_reshaped_sampling(trainer.args, trainer.anchor)
-    warn_of_generation_settings(base_model, trainer.args)
+    if not trainer.compact_rollouts:  # which read none of them
+        warn_of_generation_settings(base_model, trainer.args)
 
 
 def _warn_without_old_policy(trainer: Any) -> None:

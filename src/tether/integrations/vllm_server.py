@@ -17,6 +17,8 @@ _LOOK_EVERY = 5.0
 _INFO = 300.0
 #: Seconds between two looks at a server that loads its model.
 _LOADING = 1.0
+#: No proxy, whatever http_proxy says, which many clusters set: TRL's rollout worker knows of none either.
+_DIRECTLY: Any = {"http": None, "https": None, "all": None}
 
 
 class SilentServerError(EngineError):
@@ -185,7 +187,9 @@ class VLLMServer:
         import requests
 
         try:
-            answer = requests.request(method, f"{self.url}{path}", timeout=timeout, **request)
+            answer = requests.request(
+                method, f"{self.url}{path}", timeout=timeout, proxies=_DIRECTLY, **request
+            )
         except requests.RequestException as error:
             silent = isinstance(error, requests.Timeout)
             within = f" within {timeout:g} s" if silent else ""

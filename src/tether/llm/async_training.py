@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 _SILENCE = 60.0
 #: Seconds for a server's first answer.
 _FIRST = 600.0
+#: Seconds for a response: as good as no limit. One that is asked for again begins again, and on a server with
+#: hundreds under way long ones would never end; whether it answers at all is looked at besides.
+_RESPONSE = 7 * 24 * 3600
 #: Sequences a server has room for besides those under way: the ones a check asks about.
 _SPARE = 16
+#: Groups of responses that wait to be judged while another one is.
+_GROUPS_TO_JUDGE = 1
 SERVED = "served"
 """In the run's folder: the model as the server reads it."""
 
@@ -86,13 +91,14 @@ def make_async_trainer(
         VLLMServer(config.vllm_server, silence=10.0).check()
     url = config.vllm_server or f"http://127.0.0.1:{config.vllm_port or free_port()}"
     server = VLLMServer(url)
+    engine = model.dtype if config.vllm_dtype == "auto" else getattr(torch, config.vllm_dtype)
     arguments: dict[str, Any] = {
         "model": model, "reward_funcs": TaskReward(config.task, config.task_options),
         "train_dataset": problems_in_training_order(config, task), "processing_class": tokenizer,
         "peft_config": lora(config),
         "weight_transfer": FolderWeightTransfer(
             config.output.absolute() / SERVED, server.reload, pause=server.pause, resume=server.resume,
-            untie=True, make=False,
+            untie=True, make=False, dtype=engine if config.vllm_server is None else None,
         ),
     }  # fmt: skip
     settings = _settings(config, task, folder) | {"vllm_server_base_url": url}
@@ -101,11 +107,14 @@ def make_async_trainer(
         own = {f"troll_{name}": getattr(method, name) for name in (
             "kl_bound", "alpha", "top_k", "region", "lag_growth", "lag_rate", "kl_bound_largest",
         )}  # fmt: skip
-        return AsyncTROLLTrainer(args=AsyncTROLLConfig(**settings, **own), **arguments)
-    assert isinstance(config.method, Clip)  # the config refuses others
-    low, high = config.method.widths({})
-    args = AsyncGRPOConfig(**settings, epsilon=low, epsilon_high=high)
-    return AsyncClipTrainer(args=args, support_top_k=config.method.top_k, **arguments)
+        trainer = AsyncTROLLTrainer(args=AsyncTROLLConfig(**settings, **own), **arguments)
+    else:
+        assert isinstance(config.method, Clip)  # the config refuses others
+        low, high = config.method.widths({})
+        args = AsyncGRPOConfig(**settings, epsilon=low, epsilon_high=high)
+        trainer = AsyncClipTrainer(args=args, support_top_k=config.method.top_k, **arguments)
+    trainer.rollout_worker._loop_kwargs["score_queue_maxsize"] = _GROUPS_TO_JUDGE
+    return trainer
 
 
 def _settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
@@ -115,11 +124,22 @@ def _settings(config: TrainConfig, task: Task, folder: Path) -> dict[str, Any]:
         "token_budget": 0,  # as many responses in an update as were asked for
         # TRL looks at a batch's age when it is fetched, and that is while the one before it trains.
         "max_staleness": config.max_lag - 1,
-        # One that waits behind so many is too old by the time it is fetched: better not to write it yet.
-        "queue_maxsize": config.max_lag * config.responses_per_update,
+        **_written_ahead(config),
         "heartbeat_stale_after_s": _SILENCE,
+        "request_timeout": _RESPONSE,
         "chat_template_kwargs": dict(config.chat_template_options) or None,
     }
+
+
+def _written_ahead(config: TrainConfig) -> dict[str, int]:
+    """How many responses may be under way and wait to be fetched.
+
+    With those that wait to be judged no more than training can take until they are too old: a server that is
+    faster would write the others for nothing.
+    """
+    update, group = config.responses_per_update, config.responses_per_prompt
+    in_time = (config.max_lag - 1) * update - update - (_GROUPS_TO_JUDGE + 1) * group
+    return {"queue_maxsize": update, "max_inflight_tasks": max(in_time, update, group)}
 
 
 @contextmanager

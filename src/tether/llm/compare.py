@@ -147,7 +147,7 @@ def _job(cell: Cell, threads: int, starts: Path) -> Job:
     settings = write_settings(run.output.with_name(run.output.name + ".yaml"), run)
     command = (
         *(sys.executable, "-m", "tether", "llm", "train", "--config", str(settings)),
-        *("--start-evaluations", str(starts)),
+        *("--start-evaluations", str(run.start_evaluations or starts)),
     )
     cost_of_a_step = _COST_OF_A_RESPONSE * run.responses_per_update + _COST_OF_A_STEP
     weight = _COST_OF_A_START + run.steps * cost_of_a_step

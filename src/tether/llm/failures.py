@@ -32,7 +32,8 @@ FAILURE_FILE = "failure.json"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Libraries written in other languages report these as RuntimeErrors, by their text alone.
 _DISK_TEXTS = ("No space left", "os error 28", "os error 27", "unexpected pos", "PytorchStreamWriter failed")
-_NUMBER_TEXT = "probability tensor contains either `inf`, `nan`"
+# Of what samples: torch's, and `tether.integrations.decoding.draw`.
+_NUMBER_TEXTS = ("probability tensor contains either `inf`, `nan`", "Weights to draw by must be finite")
 _WHAT = {
     "memory": "Memory ran out",
     "disk": "The disk refused to take more (full, or a limit on the size of files)",
@@ -114,7 +115,9 @@ def cause_of(error: Exception) -> Cause | None:
     ('disk', None)
     """
     text = str(error)
-    if isinstance(error, NotFiniteError | TrainingStoppedError) or _NUMBER_TEXT in text:  # policy, critic
+    if isinstance(error, NotFiniteError | TrainingStoppedError):  # policy, critic
+        return "numbers"
+    if any(known in text for known in _NUMBER_TEXTS):
         return "numbers"
     if isinstance(error, EngineError):
         return "engine"

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # A model's own generation settings would otherwise reshape the policy that is measured: Qwen2.5's, for one,
 # ask for a penalty on repetition, which training samples without.
-_UNSHAPED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None}
+_UNSHAPED = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "min_new_tokens": None, "min_length": 0, "num_beams": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def vllm_server(
     >>> plan = vllm_server(Path("m"), name="m", port=8000, log=Path("vllm.log"), on_cpu=True,
     ...                    options={"dtype": "float32", "seed": None})
     >>> plan.url, plan.command[-4:]
-    ('http://127.0.0.1:8000', ['--enforce-eager', '--no-enable-chunked-prefill', '--dtype', 'float32'])
+    ('http://127.0.0.1:8000', ['--block-size', '32', '--dtype', 'float32'])
     """
     command = [
         # Not `vllm serve`, which in the distribution for CPUs looks for one of another name (0.28).
@@ -63,7 +63,8 @@ def vllm_server(
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", name),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         # TRL seeds each request, and vLLM (0.28) dies of a seed when a CPU reads a prompt in two parts.
-        *(["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []),
+        # A CPU's blocks have 128 tokens otherwise: of a shorter prompt nothing would be remembered.
+        *(["--enforce-eager", "--no-enable-chunked-prefill", "--block-size", "32"] if on_cpu else []),
     ]
     for option, value in options.items():
         command += [] if value is None else [f"--{option}", str(value)]
@@ -71,6 +72,8 @@ def vllm_server(
     if on_cpu:
         environment["TORCH_COMPILE_DISABLE"] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(CPU_CACHE_GIB))
+        # Left to itself each server binds its threads to the first cores, all servers to the same ones.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return Server(command, f"http://127.0.0.1:{port}", log, environment)
 
 
@@ -168,12 +171,13 @@ def _wait_until_it_answers(
 
 
 def _answers(url: str) -> bool:
-    import requests
+    from tether.integrations.vllm_server import VLLMServer
 
     try:
-        return bool(requests.get(f"{url}/health", timeout=5).status_code == 200)
-    except requests.RequestException:
+        VLLMServer(url, silence=5.0).wait(0.0)
+    except EngineError:
         return False
+    return True
 
 
 def _last_line(log: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,13 +24,19 @@ _OF_TRAINING = (
 
 
 def evaluate_start(
-    folder: Path | None, config: TrainConfig, problems: Sequence[Problem], evaluate: Callable[[], Evaluation]
+    folder: Path | None,
+    config: TrainConfig,
+    problems: Sequence[Problem],
+    evaluate: Callable[[], Evaluation],
+    count: Callable[[float], None],
 ) -> Evaluation:
     """The evaluation before the first update: from `folder` if a run that begins like this one left it there,
     else measured and left there; without a folder, measured.
 
     Alike are runs of the same model (its files, where it is a folder), problems, sampling and arithmetic:
     their questions are asked with the same random numbers, whatever the seed of the run.
+
+    `count` is told the seconds that a run is spared: its time is compared with that of the run that measured.
     """
     if folder is None:
         return evaluate()
@@ -40,8 +47,11 @@ def evaluate_start(
     }
     file = folder / f"{hashlib.sha256(dump_json(alike).encode()).hexdigest()[:16]}.json"
     if file.is_file():
-        return Evaluation(**load_json(file.read_bytes()))
+        left = load_json(file.read_bytes())
+        count(left.pop("seconds"))
+        return Evaluation(**left)
+    began = time.monotonic()
     measured = evaluate()
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(file, asdict(measured))
+    atomic_write_json(file, {**asdict(measured), "seconds": time.monotonic() - began})
     return measured

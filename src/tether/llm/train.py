@@ -263,9 +263,12 @@ def _add_callbacks(
         if config.report_to:
             trainer.add_callback(TrackerCallback(run))
     evaluate = able_to_generate(config, trainer, evaluate)
+    first = evaluate
     # Several processes would have to agree on whether there is one to read.
-    shared = config.start_evaluations if trainer.accelerator.num_processes == 1 else None
-    first = functools.partial(evaluate_start, shared, config, problems, evaluate)
+    if run is not None and trainer.accelerator.num_processes == 1:
+        first = functools.partial(
+            evaluate_start, config.start_evaluations, config, problems, evaluate, run.add_seconds
+        )
     trainer.add_callback(EvaluationCallback(run, progress, evaluate, first, config, activity))
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tether.errors import InvalidInputError
 from tether.projection.sparse import EMPTY, SparseLogProbs, append_kept_id
@@ -94,6 +95,8 @@ class SampledPolicy:
         sampled_ids, ids = sampled_ids.long(), ids.long()
         if not ids.shape[-1] and sampled_log_probs is not None:  # the drawn tokens are all that is known
             ids, log_probs = sampled_ids[..., None], sampled_log_probs[..., None]
+        elif not ids.shape[-1]:  # nothing is, which is refused by sequence and position like all else
+            ids, log_probs = pad(ids, (0, 1), value=EMPTY), pad(log_probs, (0, 1), value=-torch.inf)
         counted = mask > 0
         precision = torch.finfo(log_probs.dtype).eps
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
@@ -287,7 +290,7 @@ def _refuse_broken(
         "the reported id {id} is not in the vocabulary",
         f"Ids lie in [0, {largest}], {EMPTY} marks an unused slot. Are engine and trainer on the same "
         "tokenizer?",
-        id=torch.where(wrong, ids, EMPTY).abs().amax(-1),
+        id=ids.gather(-1, wrong.int().argmax(-1, keepdim=True)).squeeze(-1),
     )
     _refuse(
         counted & ((sampled < 0) | (sampled > largest)), "the sampled id {id} is not in the vocabulary",

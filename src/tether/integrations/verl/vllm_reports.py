@@ -12,7 +12,7 @@ import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tether.errors import ConfigError
-from tether.integrations.sampler_reports import Reported, report_sequence
+from tether.integrations.sampler_reports import Reported, ids_to_ask_for, report_sequence
 from tether.integrations.verl.delegate import Delegate
 from tether.integrations.verl_switch import TOP_K
 
@@ -55,7 +55,7 @@ class ReportingServer:
             engine_kwargs["max_logprobs"] = top_k
 
     def _top_k(self) -> int:
-        return int(self.config.custom[TOP_K])
+        return ids_to_ask_for(int(self.config.custom[TOP_K]), self.config.top_k)
 
     async def run_server(self, args: Any) -> None:
         """Start it; requests go through `ReportingEngine` from here on."""

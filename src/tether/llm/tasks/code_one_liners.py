@@ -90,6 +90,9 @@ def draw_one_liner(
         outputs = [call(*given) for given in inputs]
         if any(output != outputs[0] for output in outputs):
             break
+    # Drawn by no random number, so that the problems of a seed do not hang on them.
+    edges = _edges(parameters, numbers, letters)
+    inputs, outputs = inputs + edges, outputs + [call(*given) for given in edges]
     constants = dict(zip("kmxy", map(repr, (*numbers, *letters)), strict=True))
     text = (
         f"Write a Python function solve({parameters}) that takes {_KINDS[parameters]} and returns "
@@ -112,6 +115,19 @@ def _inputs(parameters: str, rng: random.Random) -> list[Any]:
     if parameters == "numbers":
         return [[rng.randint(-20, 60) for _ in range(rng.randint(2, 8))]]
     return [rng.randint(-20, 60) for _ in parameters.split(",")]
+
+
+def _edges(parameters: str, numbers: list[int], letters: list[str]) -> list[Any]:
+    """Inputs that tell a function from what is nearly it: on its bounds, or texts of all letters, longer than
+    any number of characters asked for, that begin and end with one of the letters asked for."""
+    k, m = numbers
+    edges: dict[str, list[Any]] = {
+        "n": [[0], [k], [m], [k + m]],
+        "a, b": [[k, 0], [0, k]],
+        "numbers": [[[k, m, k + m]]],
+        "text": [[letter + 2 * _LETTERS + letter] for letter in letters],
+    }
+    return edges[parameters]
 
 
 @functools.cache

@@ -44,7 +44,7 @@ _STORIES: dict[int, tuple[tuple[str, str], ...]] = {
         ("{name} had {a} {things}, lost {b} and found {c}. How many {things} is that now?", "a - b + c"),
         ("{a} {things} lie here, {b} there and {c} in a box. How many {things} is that?", "a + b + c"),
         (
-            "{name} fills {a} {boxes} with {b} {things} and has {c} left. How many {things} is that?",
+            "{name} fills {a} {boxes} with {b} {things} each and has {c} left. How many {things} is that?",
             "a * b + c",
         ),
         ("{name} fills {a} {boxes} with {b} {things} each and sells {c}. How many are left?", "a * b - c"),
