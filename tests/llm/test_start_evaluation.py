@@ -86,16 +86,19 @@ def test_what_is_shared_is_what_would_have_been_measured_and_changes_nothing_els
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_while_it_measures_its_start_stops_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+@pytest.mark.parametrize("place", ["tether.llm.evaluate.evaluate_model", "tether.llm.train.server_at_hand"])
+def test_a_run_that_is_asked_to_stop_before_its_first_batch_stops_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: signal.Signals
 ) -> None:
+    """While the starting model is evaluated, or a server begins to answer: there is nothing to save."""
+
     def interrupted(*_: object, **__: object) -> Evaluation:
         signal.raise_signal(number)
-        raise AssertionError("went on measuring")
+        raise AssertionError("went on")
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or it would end the tests
     try:
-        monkeypatch.setattr("tether.llm.evaluate.evaluate_model", interrupted)
+        monkeypatch.setattr(place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(config(tmp_path / "run"))
     finally:

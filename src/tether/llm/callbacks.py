@@ -255,10 +255,16 @@ class CheckpointCallback(TrainerCallback):
         self._activity = activity
         self._accelerator = accelerator
         self._stop = False
+        #: Whether the first batch is under way: what comes before, a stop need not wait for.
+        self.begun = False
 
     def request_stop(self) -> None:
         """Save and stop at the next place the run can return to."""
         self._stop = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """All that is measured before the first batch has been: this is the last callback."""
+        self.begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Ask for a checkpoint when it is time, at the end, and when asked to stop."""
@@ -299,11 +305,9 @@ def _any_of(accelerator: Accelerator, mine: bool) -> bool:
 
 
 @contextmanager
-def stopping_on_interrupt(
-    request_stop: Callable[[], None], say: Callable[[str], None], nothing_to_save: Callable[[], bool]
-) -> Iterator[None]:
+def stopping_on_interrupt(checkpoints: CheckpointCallback, say: Callable[[str], None]) -> Iterator[None]:
     """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second interrupts at once, as does the
-    first while there is nothing to save."""
+    first before the first batch, with nothing to save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -311,12 +315,12 @@ def stopping_on_interrupt(
     def handle(signum: int, frame: Any) -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if nothing_to_save():
-            say("Stopped before the first update, with nothing to save.")
+        if not checkpoints.begun:
+            say("Stopped before the first batch, with nothing to save.")
             signal.raise_signal(signum)
             return
         say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
-        request_stop()
+        checkpoints.request_stop()
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:

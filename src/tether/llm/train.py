@@ -29,6 +29,7 @@ from tether.llm.trainers import make_trainer
 
 if TYPE_CHECKING:
     from tether.integrations.trl import OldPolicyTrainer
+    from tether.llm.callbacks import CheckpointCallback
     from tether.llm.evaluate import Evaluation
     from tether.llm.failures import Activity
 
@@ -179,9 +180,11 @@ def _run(
             chat_template_options=config.chat_template_options,
             compact=writes_compactly(config, trainer.model),
         )  # fmt: skip
-        stop = _add_callbacks(config, run, trainer, tokenizer, task, problems, progress, evaluate, activity)
+        checkpoints = _add_callbacks(
+            config, run, trainer, tokenizer, task, problems, progress, evaluate, activity
+        )
         with (
-            stopping_on_interrupt(stop, progress.message, lambda: _before_first_batch(trainer, activity)),
+            stopping_on_interrupt(checkpoints, progress.message),
             server_at_hand(config, trainer, tokenizer, progress.message),
         ):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
@@ -194,11 +197,6 @@ def _run(
             save_trained_model(config, run, trainer, tokenizer)
     if run is not None:
         _finish(config, run, progress.message)
-
-
-def _before_first_batch(trainer: OldPolicyTrainer, activity: Activity) -> bool:
-    """Whether the run is still evaluating the model it starts from."""
-    return trainer.state.global_step == 0 and activity.doing == "evaluating"
 
 
 def _finish(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> None:
@@ -243,8 +241,8 @@ def _add_callbacks(
     progress: TrainingProgress,
     evaluate: Callable[[], Evaluation],
     activity: Activity,
-) -> Callable[[], None]:
-    """What happens around the steps, in this order; returns how to ask for a stop."""
+) -> CheckpointCallback:
+    """What happens around the steps, in this order; returns the last one, which can be asked for a stop."""
     from tether.llm.callbacks import (
         CheckpointCallback,
         EvaluationCallback,
@@ -276,4 +274,4 @@ def _add_callbacks(
         trainer.add_callback(samples)
     checkpoints = CheckpointCallback(run, config, activity, trainer.accelerator)
     trainer.add_callback(checkpoints)
-    return checkpoints.request_stop
+    return checkpoints
