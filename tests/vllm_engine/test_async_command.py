@@ -37,7 +37,8 @@ def test_trains_around_what_the_server_reports(tmp_path: Path, dtype: str, least
     rows = _rows(output)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     found = [row["sampler_mismatch"] for row in rows]
-    assert least <= min(found) <= max(found) < most, found
+    assert max(found) < most, found
+    assert found[0] >= least, found  # later the policy may be all but sure of a token, however it is rounded
     assert all(row["lag"] <= 4 for row in rows)
     assert max(row["lag"] for row in rows) >= 1
     assert max(row["kl_max"] for row in rows) > 10 * max(found)  # the network moved away from its sampler
