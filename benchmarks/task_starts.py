@@ -2,7 +2,8 @@
 
     python recipes/smollm2.py                                # once: gets the model
     python -m benchmarks.task_starts                         # all candidates, 100 problems each
-    python -m benchmarks.task_starts words code --problems 400
+    python -m benchmarks.task_starts words code-one-line --problems 400
+    python -m benchmarks.task_starts gsm8k-short --gsm8k FOLDER   # with train.jsonl and test.jsonl
 
 Validation problems. Reinforcement learning needs some success to begin with and room above it: a task is in
 the band where 3 to 40 % of sampled responses are right. Intervals are Wilson's, 95 %. A candidate that
@@ -13,8 +14,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
+import random
 import statistics
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +46,81 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any], int]] = {
     "code-one-line": ("code", {"steps": 0}, 64),
     "code-one-line-shown": ("code", {"steps": 0, "examples": 4, "instruction": ""}, 40),
     "code-one-step": ("code", {"steps": 1}, 128),
+    "gsm8k-short": ("gsm8k", {"require_boxed": False}, 200),
+    "gym-sums": (
+        "reasoning_gym",
+        {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "max_digits": 2},
+        40,
+    ),
+    "gym-gcd": ("reasoning_gym", {"dataset": "gcd", "max_value": 60}, 40),
+    "gym-backwards": ("reasoning_gym", {"dataset": "spell_backward", "max_word_len": 4}, 40),
+    "instructions": ("custom", {"verifier": "exact"}, 40),
 }
 """Name -> task, its options, longest response."""
+
+# Of GSM8K's problems the shortest: so many calculations and words at most.
+_CALCULATIONS, _WORDS = 2, 30
+_NOUNS = (
+    "river",
+    "apple",
+    "stone",
+    "cloud",
+    "tiger",
+    "lamp",
+    "bread",
+    "horse",
+    "green",
+    "table",
+    "music",
+    "chair",
+)
 
 FIELDS = (
     "model", "candidate", "problems", "sampled_right", "greedy_right", "truncated", "mean_tokens",
 )  # fmt: skip
+
+
+def short_gsm8k(folder: Path, part: str) -> Iterator[dict[str, str]]:
+    """GSM8K's problems of few calculations and words."""
+    with (folder / f"{part}.jsonl").open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            if row["answer"].count("<<") <= _CALCULATIONS and len(row["question"].split()) <= _WORDS:
+                yield row
+
+
+def instructions(part: str) -> Iterator[dict[str, str]]:
+    """Instructions that a program can check by the text that is asked for.
+
+    >>> next(instructions("train"))["answer"]
+    'tiger, tiger, tiger, tiger'
+    """
+    rng, seen = random.Random(f"instructions {part}"), set()
+    for number in range(4000):
+        words = rng.sample(_NOUNS, 3)
+        listed, count = " ".join(words), rng.randint(2, 5)
+        asked, answer = [
+            (f"Write the word {words[0]} {count} times, with commas between", ", ".join([words[0]] * count)),
+            (f"Write these words in capital letters, with spaces between: {listed}", listed.upper()),
+            (
+                f"Write these words in alphabetical order, with spaces between: {listed}",
+                " ".join(sorted(words)),
+            ),
+            (f"Write these words in reverse order, with spaces between: {listed}", " ".join(words[::-1])),
+        ][number % 4]
+        if asked not in seen:
+            seen.add(asked)
+            yield {"prompt": f"{asked}. Write nothing else.", "answer": answer}
+
+
+def write_data(candidate: str, folder: Path, gsm8k: Path | None) -> dict[str, str]:
+    """The files of a candidate that is read from any, and the options that name them."""
+    if candidate not in ("gsm8k-short", "instructions"):
+        return {}
+    for part in ("train", "test"):
+        rows = instructions(part) if candidate == "instructions" else short_gsm8k(Path(str(gsm8k)), part)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{part}.jsonl").write_text(text, encoding="utf-8")
+    return {"path": str(folder)}
 
 
 def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
@@ -61,13 +135,14 @@ def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def measure(model_name: str, candidate: str, count: int) -> dict[str, Any]:
+def measure(model_name: str, candidate: str, count: int, gsm8k: Path | None = None) -> dict[str, Any]:
     """One row of the table."""
     name, options, length = CANDIDATES[candidate]
     model, tokenizer = load_model_and_tokenizer(str(MODELS[model_name]))
-    task = make_task(name, **options)
-    with closing(task), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16_pays()):
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_task(name, **options, **write_data(candidate, Path(folder), gsm8k))
         problems = task.problems("validation", count)  # all, of a split that has fewer
+    with closing(task), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16_pays()):
         sampled, greedy = (
             answer_and_judge(
                 model, tokenizer, task, problems, max_response_tokens=length, temperature=temperature,
@@ -117,18 +192,22 @@ def main() -> None:
     parser.add_argument("candidates", nargs="*", help=f"of {', '.join(CANDIDATES)}; by default all")
     parser.add_argument("--model", default="smollm2-135m-instruct", choices=list(MODELS))
     parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
     given = parser.parse_args()
+    chosen = given.candidates or [name for name in CANDIDATES if given.gsm8k or name != "gsm8k-short"]
+    if "gsm8k-short" in chosen and given.gsm8k is None:
+        parser.error("gsm8k-short needs --gsm8k FOLDER, with train.jsonl and test.jsonl")
     if not MODELS[given.model].is_dir():
         raise SystemExit(f"No model in {MODELS[given.model]}: get it with recipes/smollm2.py or gemma3.py.")
-    rows = table()
-    for candidate in given.candidates or CANDIDATES:
-        same = [row for row in rows if (row["model"], row["candidate"]) == (given.model, candidate)]
+    for candidate in chosen:
+        key = (given.model, candidate)
+        same = [row for row in table() if (row["model"], row["candidate"]) == key]
         if not same or int(same[0]["problems"]) < given.problems:
-            found = measure(given.model, candidate, given.problems)
-            rows = [row for row in rows if row not in same] + [found]
-            write(rows)
+            found = measure(given.model, candidate, given.problems, given.gsm8k)
+            # Read again: the other model may have been measured meanwhile.
+            write([row for row in table() if (row["model"], row["candidate"]) != key] + [found])
             print(shown(found), flush=True)
-    print("\n".join(map(shown, rows)))
+    print("\n".join(map(shown, table())))
 
 
 if __name__ == "__main__":
