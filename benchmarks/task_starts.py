@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import random
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tether.experiments.statistics import proportion_interval
 from tether.llm.generate import answer_and_judge
 from tether.llm.models import load_model_and_tokenizer
 from tether.llm.precision import bfloat16_pays
@@ -61,19 +61,8 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any], int]] = {
 # Of GSM8K's problems the shortest: so many calculations and words at most.
 _CALCULATIONS, _WORDS = 2, 30
 _NOUNS = (
-    "river",
-    "apple",
-    "stone",
-    "cloud",
-    "tiger",
-    "lamp",
-    "bread",
-    "horse",
-    "green",
-    "table",
-    "music",
-    "chair",
-)
+    "river", "apple", "stone", "cloud", "tiger", "lamp", "bread", "horse", "green", "table", "music", "chair",
+)  # fmt: skip
 
 FIELDS = (
     "model", "candidate", "problems", "sampled_right", "greedy_right", "truncated", "mean_tokens",
@@ -117,22 +106,14 @@ def write_data(candidate: str, folder: Path, gsm8k: Path | None) -> dict[str, st
     if candidate not in ("gsm8k-short", "instructions"):
         return {}
     for part in ("train", "test"):
-        rows = instructions(part) if candidate == "instructions" else short_gsm8k(Path(str(gsm8k)), part)
+        if candidate == "instructions":
+            rows = instructions(part)
+        else:
+            assert gsm8k is not None  # `main` has asked for it
+            rows = short_gsm8k(gsm8k, part)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{part}.jsonl").write_text(text, encoding="utf-8")
     return {"path": str(folder)}
-
-
-def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share.
-
-    >>> [round(end, 3) for end in wilson(6, 100)]
-    [0.028, 0.125]
-    """
-    share, weight = right / asked, z * z / asked
-    middle = (share + weight / 2) / (1 + weight)
-    half = z * math.sqrt(share * (1 - share) / asked + weight / (4 * asked)) / (1 + weight)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def measure(model_name: str, candidate: str, count: int, gsm8k: Path | None = None) -> dict[str, Any]:
@@ -180,8 +161,9 @@ def shown(row: dict[str, Any]) -> str:
     asked = int(row["problems"])
     parts = [f"{row['model']:24}{row['candidate']:18}{asked:5}"]
     for name in ("sampled_right", "greedy_right"):
-        low, high = wilson(int(row[name]), asked)
-        parts.append(f"{int(row[name]) / asked:6.1%} [{low:.1%}, {high:.1%}]")
+        share = int(row[name]) / asked
+        interval = proportion_interval(share, asked)
+        parts.append(f"{share:6.1%} [{interval.low:.1%}, {interval.high:.1%}]")
     return "  ".join([*parts, f"{int(row['truncated']) / asked:.0%} cut off, {row['mean_tokens']} tokens"])
 
 

@@ -32,7 +32,8 @@ def start(
     evaluate: Callable[[], Evaluation],
     problems: list[Problem] = PROBLEMS,
 ) -> Evaluation:
-    return evaluate_start(folder, run, problems, evaluate, lambda seconds: None)
+    run = replace(run, start_evaluations=folder)
+    return evaluate_start(run, problems, evaluate, lambda seconds: None)
 
 
 def test_runs_that_begin_alike_measure_once_whatever_they_do_then(tmp_path: Path) -> None:

@@ -91,14 +91,13 @@ def make_async_trainer(
         VLLMServer(config.vllm_server, silence=10.0).check()
     url = config.vllm_server or f"http://127.0.0.1:{config.vllm_port or free_port()}"
     server = VLLMServer(url)
-    engine = model.dtype if config.vllm_dtype == "auto" else getattr(torch, config.vllm_dtype)
     arguments: dict[str, Any] = {
         "model": model, "reward_funcs": TaskReward(config.task, config.task_options),
         "train_dataset": problems_in_training_order(config, task), "processing_class": tokenizer,
         "peft_config": lora(config),
         "weight_transfer": FolderWeightTransfer(
             config.output.absolute() / SERVED, server.reload, pause=server.pause, resume=server.resume,
-            untie=True, make=False, dtype=engine if config.vllm_server is None else None,
+            untie=True, make=False, dtype=None if config.vllm_server else _engine_dtype(config, model),
         ),
     }  # fmt: skip
     settings = _settings(config, task, folder) | {"vllm_server_base_url": url}
@@ -162,14 +161,13 @@ def served(
         return
     args, on_cpu = trainer.args, trainer.accelerator.device.type == "cpu"
     url = str(args.vllm_server_base_url)
-    dtype = config.vllm_dtype if config.vllm_dtype != "auto" else _name(trainer.base_model.dtype)
-    trainer.engine_dtype = getattr(torch, dtype)
+    trainer.engine_dtype = _engine_dtype(config, trainer.base_model)
     name = str(trainer.rollout_worker._loop_kwargs["model_name"])
     plan = vllm_server(
         folder, name=name, port=int(url.rpartition(":")[2]),
         log=config.output.absolute() / LOG_FILE, on_cpu=on_cpu,
         options={
-            "dtype": dtype,
+            "dtype": str(trainer.engine_dtype).removeprefix("torch."),
             "max-model-len": _longest(trainer, tokenizer),
             "max-num-seqs": args.max_inflight_tasks + _SPARE,
             "gpu-memory-utilization": None if on_cpu else config.vllm_memory,
@@ -192,8 +190,10 @@ def _longest(trainer: RecordedTrainer, tokenizer: Any) -> int:
     return max(map(len, prompts)) + int(trainer.args.max_completion_length)
 
 
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def _engine_dtype(config: TrainConfig, model: Any) -> torch.dtype:
+    """Of the weights of a server that is started here."""
+    dtype: torch.dtype = model.dtype if config.vllm_dtype == "auto" else getattr(torch, config.vllm_dtype)
+    return dtype
 
 
 def server_at_hand(

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from tether.experiments.files import atomic_write_json, dump_json, load_json
 from tether.llm.config import TrainConfig
@@ -24,20 +23,20 @@ _OF_TRAINING = (
 
 
 def evaluate_start(
-    folder: Path | None,
     config: TrainConfig,
     problems: Sequence[Problem],
     evaluate: Callable[[], Evaluation],
     count: Callable[[float], None],
 ) -> Evaluation:
-    """The evaluation before the first update: from `folder` if a run that begins like this one left it there,
-    else measured and left there; without a folder, measured.
+    """The evaluation before the first update: from `config.start_evaluations` if a run that begins like this
+    one left it there, else measured and left there; without such a folder, measured.
 
     Alike are runs of the same model (its files, where it is a folder), problems, sampling and arithmetic:
     their questions are asked with the same random numbers, whatever the seed of the run.
 
     `count` is told the seconds that a run is spared: its time is compared with that of the run that measured.
     """
+    folder = config.start_evaluations
     if folder is None:
         return evaluate()
     alike = {name: value for name, value in config.settings().items() if name not in _OF_TRAINING}

@@ -264,9 +264,7 @@ def _add_callbacks(
     first = evaluate
     # Several processes would have to agree on whether there is one to read.
     if run is not None and trainer.accelerator.num_processes == 1:
-        first = functools.partial(
-            evaluate_start, config.start_evaluations, config, problems, evaluate, run.add_seconds
-        )
+        first = functools.partial(evaluate_start, config, problems, evaluate, run.add_seconds)
     trainer.add_callback(EvaluationCallback(run, progress, evaluate, first, config, activity))
     if run is not None:
         samples = SamplesCallback(run, task, tokenizer, config)
