@@ -97,13 +97,14 @@ def test_a_run_that_is_asked_to_stop_before_its_first_batch_stops_at_once(
         signal.raise_signal(number)
         raise AssertionError("went on")
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or it would end the tests
+    before = signal.signal(number, signal.SIG_IGN)  # as a shell starts what runs in the background
     try:
         monkeypatch.setattr(place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(config(tmp_path / "run"))
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert RunFolder.open(tmp_path / "run").evals() == []
 
 

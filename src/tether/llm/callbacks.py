@@ -317,8 +317,7 @@ def stopping_on_interrupt(checkpoints: CheckpointCallback, say: Callable[[str], 
             signal.signal(number, handler)
         if not checkpoints.begun:
             say("Stopped before the first batch, with nothing to save.")
-            signal.raise_signal(signum)
-            return
+            raise KeyboardInterrupt  # whatever was there before: in the background a shell ignores Ctrl-C
         say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
         checkpoints.request_stop()
 
