@@ -209,22 +209,24 @@ def test_every_meta_world_task_repeats_exactly_and_moves_with_the_seed(task: str
             np.testing.assert_array_equal(again.rewards, first.rewards)
 
 
-def test_meta_world_equals_the_bare_task_under_the_same_seed() -> None:
+@pytest.mark.parametrize("task", META_WORLD_TASKS)
+def test_meta_world_equals_the_bare_task_under_the_same_seed(task: str) -> None:
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 
-    bare = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE["button-press-v3-goal-observable"]()
+    bare = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
     bare._freeze_rand_vec, bare.seeded_rand_vec = False, True
-    bare.seed(6)
-    expected, _ = bare.reset()
-    env = gymnasium.make(META)
-    observation, _ = env.reset(seed=6)
-    np.testing.assert_array_equal(observation, expected)
-    action = np.array([0.3, 0.9, -0.2, 0.5])
-    for _ in range(20):
-        expected, expected_reward, *_ = bare.step(action)
-        observation, reward, *_ = env.step(action)
-    np.testing.assert_array_equal(observation, expected)
-    assert reward == expected_reward
+    env = gymnasium.make(f"tether/MetaWorld-{task}")
+    actions = np.random.default_rng(0).uniform(-1, 1, (2, 4))
+    for seed in (6, 7, 8):
+        bare.seed(seed)
+        expected, _ = bare.reset()
+        observation, _ = env.reset(seed=seed)
+        np.testing.assert_array_equal(observation, expected)
+        for step in range(20):
+            expected, expected_reward, *_ = bare.step(actions[step // 10])
+            observation, reward, *_ = env.step(actions[step // 10])
+            np.testing.assert_array_equal(observation, expected)
+            assert reward == expected_reward
 
 
 def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:

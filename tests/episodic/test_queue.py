@@ -1,4 +1,4 @@
-"""Studies trained in order, in pieces, into one table and one page."""
+"""Studies trained in pieces, into one table and one page."""
 
 from __future__ import annotations
 
@@ -161,11 +161,37 @@ def test_a_queue_is_trained_in_pieces_and_keeps_the_longest_of_what_it_measured(
     queue_command(config)
     assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
 
-    # On another machine the runs begin anew: what was measured there before stays until they are longer.
-    queue.write_text(queue.read_text().replace("until: 3", "until: 1"))
+    # On another machine runs that had come to their end are not trained again.
     elsewhere = CompareConfig(tmp_path / "elsewhere", queue=queue, results=table, jobs=1)
-    queue_command(elsewhere)
-    assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == [0, 1, 2, 3]
+    assert "PointReach-v0" in queue_command(elsewhere).read_text()
+    assert not (tmp_path / "elsewhere" / name).exists()
+
+    # Others begin anew there: what was measured before stays until they are longer.
+    queue.write_text(queue.read_text().replace("until: 3", "until: 4"))
+    for until, steps in ((1, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4])):
+        monkeypatch.setattr(
+            "tether.episodic.queue.train_all",
+            lambda runs, config, until=until: [train_command(replace(run, until=until)) for run in runs],
+        )
+        queue_command(elsewhere)
+        assert [row["step"] for row in StudyTable(table, KINDS).runs(name)["tce-seed0"].evals] == steps
+
+
+def test_first_seeds_of_all_studies_come_before_second_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, trained = tmp_path / "queue.yaml", []
+    queue.write_text(
+        "- {preset: hopper-jump-quick, algos: [tce, bbrl], seeds: [2, 1]}\n"
+        "- {preset: table-tennis-quick, seeds: [0, 1]}"
+    )
+    monkeypatch.setattr("tether.episodic.queue.train_all", lambda runs, config: trained.extend(runs))
+    with pytest.raises(ConfigError, match="No run of the queue has measured anything yet"):
+        queue_command(CompareConfig(tmp_path / "runs", queue=queue))
+    assert [f"{run.folder().parent.name} {run.folder().name}" for run in trained] == [
+        "hopper-jump-quick tce-seed2", "hopper-jump-quick bbrl-seed2", "table-tennis-quick tce-seed0",
+        "hopper-jump-quick tce-seed1", "hopper-jump-quick bbrl-seed1", "table-tennis-quick tce-seed1",
+    ]  # fmt: skip
 
 
 def test_a_run_killed_in_its_last_iteration_is_kept_whole_when_it_has_ended(

@@ -158,7 +158,7 @@ class CompareConfig:
     """Folder for the runs and the report."""
 
     queue: Path | None = None
-    """YAML file with a list of studies (`tether.episodic.queue.Study`) to train in order, instead of the one
+    """YAML file with a list of studies (`tether.episodic.queue.Study`) to train, instead of the one
     that the options below describe; but for `jobs`, none of them goes with it."""
 
     minutes: float | None = None

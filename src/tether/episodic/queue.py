@@ -1,7 +1,8 @@
-"""A file of studies, trained in order and in pieces of time, into one table and one page."""
+"""A file of studies, trained in pieces of time, into one table and one page."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -152,10 +153,12 @@ def _check_told_apart(path: Path, studies: list[Study]) -> None:
 
 
 def queue_command(config: CompareConfig) -> Path:
-    """Train a queue's studies in order, as far as the minutes go; the page about what there is by now.
+    """Train a queue's studies, as far as the minutes go; the page about what there is by now.
 
-    The same command goes on from there. With `results`, what was measured is kept in a table, from which the
-    page is drawn: also of runs whose folders were lost since.
+    The first seed of each study comes first, in the file's order, then the second of each: a little is known
+    of everything early. The same command goes on from there. With `results`, what was measured is kept in a
+    table, from which the page is drawn: also of runs whose folders are on another machine or were lost since,
+    which are not trained again if they had come to their end.
 
     Raises:
         ConfigError: a queue or settings that do not fit, or a run in a folder or in the table with other
@@ -164,17 +167,33 @@ def queue_command(config: CompareConfig) -> Path:
     """
     assert config.queue is not None
     studies = read_queue(config.queue)
-    runs = [run for study in studies for run in study.runs(config.output)]
+    runs = _by_seed(studies, config.output)
     check_folders(runs)
     if config.results is not None:
-        check_table(studies, StudyTable(config.results, _KINDS))
+        table = StudyTable(config.results, _KINDS)
+        check_table(studies, table)
+        runs = [run for run in runs if not _complete_elsewhere(run, table)]
     try:
-        train_all(runs, config)
+        if runs:
+            train_all(runs, config)
     finally:
         found = _collect(studies, config)
     if not found:
         raise ConfigError("No run of the queue has measured anything yet. Give it more minutes.")
     return write_overview(found, config.output / "report" / "index.html", config.queue.stem.capitalize())
+
+
+def _by_seed(studies: list[Study], output: Path) -> list[TrainConfig]:
+    """All runs: the first seeds of all studies, then the second ones."""
+    placed = [(study.seeds.index(run.settings.seed), run) for study in studies for run in study.runs(output)]
+    return [run for _, run in sorted(placed, key=operator.itemgetter(0))]
+
+
+def _complete_elsewhere(run: TrainConfig, table: StudyTable) -> bool:
+    """Whether the table has a run to its end that has no folder here."""
+    kept = table.runs(run.folder().parent.name).get(run.folder().name)
+    end = run.until or run.settings.iterations
+    return kept is not None and kept.steps >= end and not run.folder().exists()
 
 
 def check_table(studies: list[Study], table: StudyTable) -> None:
