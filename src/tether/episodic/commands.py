@@ -49,7 +49,7 @@ def train_command(config: TrainConfig) -> RunFolder:
     label = config.label or settings.algo
     done = _done(out) if config.resume else 0
     with TrainingProgress(
-        config.until or settings.iterations,
+        config.end(),
         f"{label}, seed {settings.seed}",
         done=done,
         displayed=EPISODIC_RUNS.displayed,
@@ -308,7 +308,7 @@ def _job(run: TrainConfig, study: str = "") -> Job:
     command = (sys.executable, "-m", "tether", "episodic", "train", "--config", str(file))
     name = f"{run.label or run.settings.algo}, seed {run.settings.seed}"
     name = f"{study}: {name}" if study else name
-    return Job(name, command, out, run.until or run.settings.iterations, in_part=run.until is not None)
+    return Job(name, command, out, run.end(), in_part=run.until is not None)
 
 
 def _done(out: Path) -> int:

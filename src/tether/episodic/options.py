@@ -54,6 +54,10 @@ class TrainConfig:
         """Refuse a run without an iteration, which would leave no checkpoint."""
         check_at_least_one("until", self.until)
 
+    def end(self) -> int:
+        """Iteration to stop after."""
+        return self.until or self.settings.iterations
+
     def folder(self) -> Path:
         """Where the run goes."""
         if self.output is not None:

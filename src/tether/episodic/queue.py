@@ -192,8 +192,7 @@ def _by_seed(studies: list[Study], output: Path) -> list[TrainConfig]:
 def _complete_elsewhere(run: TrainConfig, table: StudyTable) -> bool:
     """Whether the table has a run to its end that has no folder here."""
     kept = table.runs(run.folder().parent.name).get(run.folder().name)
-    end = run.until or run.settings.iterations
-    return kept is not None and kept.steps >= end and not run.folder().exists()
+    return kept is not None and kept.steps >= run.end() and not run.folder().exists()
 
 
 def check_table(studies: list[Study], table: StudyTable) -> None:
