@@ -369,6 +369,16 @@ def test_critic_fits_a_function_and_normalised_targets_reach_a_large_offset() ->
         critic.fit(torch.optim.Adam(critic.network.parameters()), inputs, targets * torch.nan)
 
 
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+def test_rewards_that_are_not_finite_are_named_although_policy_and_critic_learn_side_by_side(
+    algo: str, sampler: EpisodeSampler
+) -> None:
+    learner = build(small_config(algo), sampler)
+    motions, episodes = tried(learner, sampler)
+    with pytest.raises(InvalidInputError, match="targets hold NaN or infinity"):
+        learn(learner, motions, replace(episodes, rewards=episodes.rewards * np.nan), 0.0)
+
+
 def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn_on_all(
     sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from tether.episodic.episodes import Episodes
@@ -29,22 +27,18 @@ class BBRL(OnPolicyLearner):
         return self.policy.context_size
 
     def _learn(self, motions: SampledMotions, episodes: Episodes, progress: float) -> dict[str, float]:
-        started = time.perf_counter()
         returns = self._tensor(episodes.returns)
         self.critic.observe(motions.inputs)
         with torch.no_grad():
             advantages = normalised(returns - self.critic(motions.inputs))
             old = motions.distribution.log_prob(motions.weights)
-        self._set_learning_rates(progress)
-        critic_loss = self.critic.fit(self.critic_optimizer, motions.inputs, returns)
-        critic_seconds = time.perf_counter() - started
 
         def objective(projected: WeightDistribution) -> torch.Tensor:
             return ((projected.log_prob(motions.weights) - old).exp() * advantages).mean()
 
-        metrics = self._improve_policy(motions, progress, objective)
+        metrics = self._improve(motions, progress, objective, motions.inputs, returns)
         if not self.config.policy.contextual_covariance:
             with torch.no_grad():
                 _, projected, _ = self._project(motions.inputs, motions.distribution, progress)
             self.policy.set_scale(projected.scale)
-        return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
+        return metrics

@@ -88,8 +88,8 @@ class EpisodicConfig:
     """Simulator processes; 0 simulates in the training process. Changes no result."""
 
     learner_threads: int = 1
-    """Processor threads of learning, while the simulators wait. Large batches gain from more; another number
-    rounds differently."""
+    """Processor threads of one operation of learning, while the simulators wait; policy and critic learn side
+    by side whatever it is. Large batches gain from more; another number rounds differently."""
 
     motion: ProDMPConfig = field(default_factory=ProDMPConfig)
     """The movement primitive."""

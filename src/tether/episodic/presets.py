@@ -168,10 +168,10 @@ def _hopper_sparse_long() -> OnPolicyConfig:
     )
 
 
-def _affordable(paper: OnPolicyConfig) -> OnPolicyConfig:
+def _affordable(paper: OnPolicyConfig, state_stride: int = 5) -> OnPolicyConfig:
     """The published task, budget and trust region with what makes the budget affordable on two cores:
     float32, and a critic with normalised targets that is fitted on every fifth state."""
-    critic = replace(paper.critic, state_stride=5, normalise_targets=True)
+    critic = replace(paper.critic, state_stride=state_stride, normalise_targets=True)
     return replace(paper, precision="float32", critic=critic)
 
 
@@ -251,7 +251,7 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "hopper-jump-sparse-paper": _hopper_sparse,
     "hopper-jump-sparse-long": _hopper_sparse_long,
     "table-tennis-paper": _table_tennis,
-    "table-tennis-long": lambda: _affordable(_table_tennis()),
+    "table-tennis-long": lambda: _affordable(_table_tennis(), state_stride=10),
     "table-tennis-quick": _table_tennis_quick,
     "table-tennis-refusing-quick": _table_tennis_refusing_quick,
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from tether.episodic.config import OnPolicyConfig
@@ -63,7 +61,6 @@ class TCE(OnPolicyLearner):
         return torch.cat((observations, passed[:, None].expand(*observations.shape[:2], 1)), dim=-1)
 
     def _learn(self, motions: SampledMotions, episodes: Episodes, progress: float) -> dict[str, float]:
-        started = time.perf_counter()
         config = self.config.update
         states = self._critic_inputs(episodes)
         rewards = self._tensor(episodes.rewards)
@@ -79,13 +76,7 @@ class TCE(OnPolicyLearner):
                 rewards, values, points, gamma=config.gamma, include_last_reward=config.include_last_reward
             )
         )
-        self._set_learning_rates(progress)
         chosen = self._draw_states()
-        critic_loss = self.critic.fit(
-            self.critic_optimizer, states[:, chosen].flatten(0, 1), targets[:, chosen].flatten()
-        )
-        critic_seconds = time.perf_counter() - started
-
         basis = self.basis.positions.to(self.dtype)
         pair_basis = torch.stack((basis[points[:-1]], basis[points[1:]]), dim=1)
 
@@ -100,8 +91,9 @@ class TCE(OnPolicyLearner):
         def objective(projected: WeightDistribution) -> torch.Tensor:
             return ((log_probs(projected) - old).exp() * advantages).mean()
 
-        metrics = self._improve_policy(motions, progress, objective)
-        return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
+        return self._improve(
+            motions, progress, objective, states[:, chosen].flatten(0, 1), targets[:, chosen].flatten()
+        )
 
     def _draw_states(self) -> slice:
         """Which steps of every episode this iteration's critic is fitted on."""

@@ -133,24 +133,34 @@ class TableTennisEnv(MujocoTaskEnv):
         """Simulate one step, and where the simulation breaks go back to its beginning and stay there."""
         before = self.data.qpos.copy(), self.data.qvel.copy()
         try:
+            if self._nothing_to_watch(decided):
+                self._simulate(action, self.frame_skip)
+                return
             for _ in range(self.frame_skip):
                 self._simulate(action, 1)
-                if not decided or self.reward == "dense":
-                    self._watch_ball()
+                self._watch_ball()
         except SimulationError:
             self._broken = self._decided = True
             self._returned = self._returned and decided
             self.data.qpos[:], self.data.qvel[:] = before
             mujoco.mj_forward(self.model, self.data)
 
+    def _nothing_to_watch(self, decided: bool) -> bool:
+        # A ball that was missed still earns a dense reward for being near the bat.
+        return decided and (self._hit or self.reward == "final")
+
     def _watch_ball(self) -> None:
         """Follow hit and landing, and how near the ball has come to bat and target, one simulator step."""
         ball = self._ball_position.tolist()
+        final = self.reward == "final"
         # In release 0.3.0 the rest of the deciding step still counts.
-        if self.data.ncon and not (self._decided and self.reward == "dense"):
+        if self.data.ncon and (final or not self._decided):
             self._watch_contacts(ball, self._ball_touches())
-        self._nearest_bat = min(self._nearest_bat, math.dist(ball, self._bat_position.tolist()))
-        self._nearest_target = min(self._nearest_target, math.dist(ball[:2], self._target))
+        # The dense reward asks for the bat up to the hit, and for the target afterwards.
+        if final or not self._hit:
+            self._nearest_bat = min(self._nearest_bat, math.dist(ball, self._bat_position.tolist()))
+        if final or self._hit:
+            self._nearest_target = min(self._nearest_target, math.dist(ball[:2], self._target))
 
     def _watch_contacts(self, ball: list[float], touching: set[int]) -> None:
         if not self._hit:
