@@ -46,6 +46,17 @@ def test_studies_are_tasks_and_methods_with_their_seeds_in_order() -> None:
     }
 
 
+def test_a_seed_that_has_just_begun_does_not_hide_the_others_and_a_row_stands_once() -> None:
+    begun = [run("tether/B-v0", "tce", 2, [0.0, 0.0]), run("tether/C-v0", "tce", 0, [0.0])]
+    rows = task_rows([*RUNS, *begun])
+    assert [row["seeds"] for row in rows if row["task"] == "B-v0"] == [
+        "0.00, 0.50",
+        "0.25, 0.50",
+        "0.50, 0.75",
+    ]
+    assert [row["environment steps"] for row in rows if row["task"] == "C-v0"] == ["0"]
+
+
 def test_environments_with_other_options_are_other_tasks() -> None:
     runs = [run("tether/A-v0", "tce", 0, [1.0, 2.0], reward=reward) for reward in ("dense", "final")]
     runs.append(run("tether/A-v0", "tce", 0, [1.0, 2.0], memory=True))

@@ -37,12 +37,21 @@ def task_name(settings: Mapping[str, Any]) -> str:
 
 
 def by_study(runs: Iterable[RunData]) -> Studies:
-    """Runs by task and label, in alphabetical order, without what has no evaluation."""
+    """Runs by task and label, in alphabetical order.
+
+    Means end where the shortest seed does, so that one which has not come half as far as the furthest yet is
+    left out, like a run without an evaluation.
+    """
     found: dict[tuple[str, str], list[RunData]] = {}
     for run in sorted(runs, key=lambda run: run.config.seed):
         if run.evals:
             found.setdefault((task_name(run.config.settings), run.config.label), []).append(run)
-    return dict(sorted(found.items()))
+    return {key: _far_enough(seeds) for key, seeds in sorted(found.items())}
+
+
+def _far_enough(seeds: list[RunData]) -> list[RunData]:
+    furthest = max(run.evals[-1]["env_steps"] for run in seeds)
+    return [run for run in seeds if run.evals[-1]["env_steps"] >= furthest / 2]
 
 
 def headline_of(run: RunData) -> str:
@@ -85,8 +94,8 @@ def task_rows(runs: Iterable[RunData]) -> list[dict[str, str]]:
     for (task, label), seeds in by_study(runs).items():
         name = headline_of(seeds[0])
         shortest = min(run.evals[-1]["env_steps"] for run in seeds)
-        for share in _SHARES:
-            found = [at_budget(run, share * shortest) for run in seeds]
+        for steps in dict.fromkeys(at_budget(seeds[0], share * shortest)["env_steps"] for share in _SHARES):
+            found = [at_budget(run, steps) for run in seeds]
 
             def mean(name: str, found: Sequence[Mapping[str, Any]] = found) -> float:
                 return float(interquartile_mean([row[name] for row in found]))
@@ -127,6 +136,6 @@ def write_overview(runs: Sequence[RunData], path: Path, title: str) -> Path:
         "td{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:right}</style>"
         f"<h1>{html.escape(title)}</h1><p>Thin lines are seeds, the thick one is their mean. Judged is the "
         f"mean motion, always on the same episodes. {unfinished} of {len(runs)} runs have not come to "
-        "the end of their schedule.</p>"
+        "the end of their schedule; seeds that have not come half as far as the furthest are left out.</p>"
         f"<img src='data:image/png;base64,{picture}' alt='Curves of all tasks'><table>{table}</table>",
     )
