@@ -170,7 +170,7 @@ def _hopper_sparse_long() -> OnPolicyConfig:
 
 def _affordable(paper: OnPolicyConfig, state_stride: int = 5) -> OnPolicyConfig:
     """The published task, budget and trust region with what makes the budget affordable on two cores:
-    float32, and a critic with normalised targets that is fitted on every fifth state."""
+    float32, and a critic with normalised targets that is fitted on some of the states."""
     critic = replace(paper.critic, state_stride=state_stride, normalise_targets=True)
     return replace(paper, precision="float32", critic=critic)
 
