@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,3 +165,29 @@ def test_static_geoms_of_the_world_change_no_digit_of_what_a_body_for_each_gives
     monkeypatch.setattr(simulation, "ASSETS", tmp_path)
     for mine, theirs in zip(ours, courses(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand() -> None:
+    """All places of the joints in between, to 0.1 rad beyond their limits, less than a centimetre apart."""
+    model = mujoco.MjModel.from_xml_path(str(simulation.ASSETS / "box_pushing.xml"))
+    data = mujoco.MjData(model)
+    pairs = [sorted((int(pair) >> 16, int(pair) & 0xFFFF)) for pair in model.exclude_signature]
+    ours = [(near, far) for near, far in pairs if model.body_parentid[far] != near]
+    assert len(ours) == 9
+    for near, far in ours:
+        joints, body = [], far
+        while body != near:
+            first = int(model.body_jntadr[body])
+            joints += range(first, first + int(model.body_jntnum[body]))
+            body = int(model.body_parentid[body])
+        spread = 0.1 * (model.jnt_type[joints] == mujoco.mjtJoint.mjJNT_HINGE)
+        low, high = model.jnt_range[joints, 0] - spread, model.jnt_range[joints, 1] + spread
+        geoms = [
+            [g for g in range(model.ngeom) if model.geom_bodyid[g] == one and model.geom_contype[g]]
+            for one in (near, far)
+        ]
+        for places in itertools.product(*np.linspace(low, high, 120).T):
+            data.qpos[model.jnt_qposadr[joints]] = places
+            mujoco.mj_kinematics(model, data)
+            for one, other in itertools.product(*geoms):
+                assert mujoco.mj_geomDistance(model, data, one, other, 0.1, None) > 0.01
