@@ -68,7 +68,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
         self._cleared = True
 
     def _spare_time(self) -> None:
-        """Replace four of the task's methods by quicker ones that change no bit of what it tells.
+        """Replace three of the task's methods by quicker ones that change no bit of what it tells.
 
         After each step gymnasium computes forces on bodies, which no task reads, and Meta-World puts its
         observation together from a dozen small arrays, and clips what is within its range. It also begins
@@ -107,7 +107,6 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
                 data.ctrl[:] = control
                 mujoco.mj_step(model, data, n_frames)
 
-        simulation._get_curr_obs_combined_no_goal = hand_and_objects
         simulation._get_obs = observation
         simulation.set_xyz_action = move_hand
         simulation.do_simulation = simulate
