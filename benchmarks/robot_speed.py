@@ -133,7 +133,10 @@ def main() -> None:
             for name, tree in trees.items():
                 rows[name] += in_tree(tree, case, options.iterations, options.threads)
         cases[case] = {name: summary(case, found) for name, found in rows.items()}
-        for name, found in cases[case].items():
+        # Beside each case: others in the file may be of another call.
+        cases[case] |= {"threads": options.threads, "rounds": options.rounds, "load": os.getloadavg()}
+        for name in trees:
+            found = cases[case][name]
             print(
                 f"{case}, {name}: sampling {found['sampling_seconds']:.2f} s and update "
                 f"{found['update_seconds']:.2f} s an iteration (processor time "
@@ -145,9 +148,7 @@ def main() -> None:
     if RESULTS.exists():
         cases = json.loads(RESULTS.read_text())["cases"] | cases
     record = {
-        "command": f"python benchmarks/robot_speed.py --rounds {options.rounds} --threads {options.threads}",
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load": os.getloadavg(),
         "cases": cases,
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
