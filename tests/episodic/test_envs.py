@@ -229,6 +229,43 @@ def test_meta_world_equals_the_bare_task_under_the_same_seed(task: str) -> None:
             assert reward == expected_reward
 
 
+def test_meta_world_tells_a_grasp_as_the_bare_task_does() -> None:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
+    from metaworld.policies import SawyerPickPlaceV3Policy
+
+    bare = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE["pick-place-v3-goal-observable"](seed=0)
+    bare._freeze_rand_vec, bare.seeded_rand_vec = False, True
+    env = gymnasium.make("tether/MetaWorld-pick-place-v3")
+    bare.seed(4)
+    expected, _ = bare.reset()
+    env.reset(seed=4)
+    touched = []
+    for _ in range(80):
+        action = np.clip(SawyerPickPlaceV3Policy().get_action(expected).astype(float), -1, 1)
+        expected, *_ = bare.step(action)
+        observation, *_ = env.step(action)
+        np.testing.assert_array_equal(observation, expected)
+        touched.append(bool(bare.touching_main_object))
+        assert env.unwrapped.simulation.touching_main_object == touched[-1]
+    assert 10 < sum(touched) < 70
+
+
+def test_meta_world_turns_matrices_to_quaternions_as_scipy_does() -> None:
+    import mujoco
+    from scipy.spatial.transform import Rotation
+
+    from tether.episodic.envs.meta_world import _Turn
+
+    rng = np.random.default_rng(0)
+    matrix = np.zeros(9)
+    for turn in np.concatenate([rng.normal(size=(500, 4)), np.eye(4), 1.0 - np.eye(4)]):
+        mujoco.mju_quat2Mat(matrix, turn / np.linalg.norm(turn))
+        rotation = matrix.reshape(3, 3)
+        np.testing.assert_array_equal(
+            _Turn.from_matrix(rotation).as_quat(), Rotation.from_matrix(rotation).as_quat()
+        )
+
+
 def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:
     with make_position_controlled(META) as env:
         start = env.reset(2)
