@@ -32,7 +32,8 @@ CORES = 2
 _SPARING = {"precision": "float32", "critic.state_stride": 5}
 # Task: preset, changes of it, iterations of the budget, bar in hours.
 CASES: dict[str, tuple[str, dict[str, Any], int, float]] = {
-    "Meta-World, 20M steps": ("metaworld-long:button-press-v3", {}, 2500, 40 / 60),
+    "Meta-World button-press, 20M steps": ("metaworld-long:button-press-v3", {}, 2500, 40 / 60),
+    "Meta-World push, 20M steps": ("metaworld-long:push-v3", {}, 2500, 40 / 60),
     "Box Pushing dense, 50M steps": ("box-pushing-dense-long", {}, 3290, 3.5),
     "Table Tennis, 12,000 iterations": ("table-tennis-long", {}, 12_000, 5.0),
     "Hopper Jump sparse, 3.5M steps": ("hopper-jump-sparse-paper", _SPARING, 219, 5 / 60),

@@ -254,7 +254,7 @@ def test_meta_world_turns_matrices_to_quaternions_as_scipy_does() -> None:
     import mujoco
     from scipy.spatial.transform import Rotation
 
-    from tether.episodic.envs.meta_world import _Turn
+    from tether.episodic.envs.meta_world_quick import _Turn
 
     rng = np.random.default_rng(0)
     matrix = np.zeros(9)
@@ -264,6 +264,24 @@ def test_meta_world_turns_matrices_to_quaternions_as_scipy_does() -> None:
         np.testing.assert_array_equal(
             _Turn.from_matrix(rotation).as_quat(), Rotation.from_matrix(rotation).as_quat()
         )
+
+
+def test_meta_world_grades_distances_as_its_package_does() -> None:
+    from metaworld.utils import reward_utils
+
+    from tether.episodic.envs.meta_world_quick import _tolerance
+
+    rng = np.random.default_rng(0)
+    for sigmoid in ("long_tail", "gaussian"):
+        for x, low, high, margin in rng.uniform(0, 0.2, (500, 4)):
+            bounds = (low / 2, 0.1 + high / 2)
+            for asked in (x, x + 0.2, np.nan, np.array([x, 0.3])):
+                for width in (0.0, float(margin), margin):
+                    expected = reward_utils.tolerance(asked, bounds, width, sigmoid)
+                    np.testing.assert_array_equal(_tolerance(asked, bounds, width, sigmoid), expected)
+    for bounds, margin in (((0.2, 0.1), 0.1), ((0.0, 0.1), -1.0)):
+        with pytest.raises(ValueError, match="must be"):
+            _tolerance(0.5, bounds, margin, "long_tail")
 
 
 def test_meta_worlds_hand_follows_a_straight_push_to_the_button() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tether.episodic.envs.point_reach import PointReachAdapter, PointReachEnv
 from tether.episodic.sampler import Episodes, EpisodeSampler, Starts
 from tether.errors import ConfigError, InvalidInputError, SimulationError
 
@@ -54,6 +55,27 @@ def test_a_simulated_robot_does_not_depend_on_the_number_of_workers_either() -> 
     # One worker gets no episode at all.
     alone, shared = (collect("tether/HopperJump-v0", workers, batches=1, episodes=1) for workers in (0, 2))
     assert_same(alone[0], shared[0])
+
+
+def test_episodes_that_stand_ready_are_those_of_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    env_id = "tether/MetaWorld-push-v3"
+    standing = collect(env_id, 0)
+    monkeypatch.setattr("tether.episodic.envs.meta_world.MetaWorldAdapter.standing", 2)
+    for many, few, shared in zip(standing, collect(env_id, 0), collect(env_id, 2), strict=True):
+        assert_same(many, few)
+        assert_same(many, shared)
+
+
+def test_an_environment_that_stands_ready_is_not_reset_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets = []
+    begin = PointReachEnv.reset
+    monkeypatch.setattr(PointReachEnv, "reset", lambda env, **seed: resets.append(env) or begin(env, **seed))
+    monkeypatch.setattr(PointReachAdapter, "standing", 3)
+    collect(REACH, 0, batches=2, episodes=3)
+    assert (len(resets), len(set(map(id, resets)))) == (6, 3)
+    resets.clear()
+    collect(REACH, 0, batches=1, episodes=5)  # of which the third waits on its own
+    assert (len(resets), len(set(map(id, resets)))) == (9, 3)
 
 
 def test_a_restored_random_state_continues_the_stream_exactly() -> None:
@@ -229,7 +251,7 @@ def test_an_interrupted_request_leaves_no_answer_to_the_next(monkeypatch: pytest
 
 def test_a_reset_that_fails_leaves_no_earlier_episode_to_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with EpisodeSampler("misbehaving_envs:test/well-v0") as sampler:
-        robot = sampler._backend._env  # type: ignore[union-attr]
+        robot = sampler._backend._envs[0]  # type: ignore[union-attr]
         zeros, task = np.zeros((5, 1)), robot.env.unwrapped
         expected = robot.execute(1, zeros, zeros).observations
         robot.reset(1)

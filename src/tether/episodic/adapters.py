@@ -72,6 +72,10 @@ class PositionControlledEnv(ABC):
     refused_extras: ClassVar[Mapping[str, float]] = {}
     """The extras of an episode that was refused."""
 
+    standing: ClassVar[int] = 1
+    """How many environments a sampler keeps in a process at most, each at the start of an episode until that
+    is run: more than one where a reset takes long, and memory is there for them."""
+
     def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
         for name, space in (("observation", env.observation_space), ("action", env.action_space)):
             if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:

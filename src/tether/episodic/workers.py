@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -30,20 +31,33 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class InProcess:
-    """Runs episodes in this process, one after the other."""
+    """Runs episodes in this process, one after the other.
+
+    Where a start takes long (`PositionControlledEnv.standing`) there are several environments, made when they
+    are first needed: each stands at the start of an episode until that is run, and is not reset again.
+    """
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
-        self._env = make_position_controlled(env_id, **options)
-        self.spec = self._env.spec
+        self._make = partial(make_position_controlled, env_id, **options)
+        self._envs = [self._make()]
+        self.spec = self._envs[0].spec
 
     def reset(self, seeds: Sequence[int]) -> list[Start]:
-        return [self._env.reset(seed) for seed in seeds]
+        return [self._env(number).reset(seed) for number, seed in enumerate(seeds)]
 
     def execute(self, seeds: Sequence[int], positions: FloatArray, velocities: FloatArray) -> Episodes:
-        return _run_batch(self._env, seeds, positions, velocities)
+        motions = enumerate(zip(seeds, positions, velocities, strict=True))
+        return stack_episodes([self._env(number).execute(*motion) for number, motion in motions])
+
+    def _env(self, number: int) -> PositionControlledEnv:
+        place = number % self._envs[0].standing
+        if place == len(self._envs):
+            self._envs.append(self._make())
+        return self._envs[place]
 
     def close(self) -> None:
-        self._env.close()
+        for env in self._envs:
+            env.close()
 
 
 class WorkerPool:
@@ -196,34 +210,26 @@ def _serve(link: Connection, env_id: str, options: dict[str, Any]) -> None:
     for number in _OF_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
     try:
-        with make_position_controlled(env_id, **options) as env:
+        with closing(InProcess(env_id, options)) as episodes:
             link.send("ready")
             while True:
                 try:
                     kind, *arguments = link.recv()
                 except EOFError:
                     return
-                link.send(_answer(env, kind, arguments))
+                link.send(_answer(episodes, kind, arguments))
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone, nobody is left to tell
 
 
-def _answer(env: PositionControlledEnv, kind: str, arguments: list[Any]) -> Any:
+def _answer(episodes: InProcess, kind: str, arguments: list[Any]) -> Any:
     """What the parent asked for, or the error it is to raise."""
     try:
-        if kind == "reset":
-            return [env.reset(seed) for seed in arguments[0]]
-        return _run_batch(env, *arguments)
+        return (episodes.reset if kind == "reset" else episodes.execute)(*arguments)
     except TetherError as error:
         return error
     except Exception as error:  # noqa: BLE001 - not swallowed: the parent raises it
         return SimulationError(
-            f"{env.env_id}: the environment failed with {type(error).__name__}: {error}\n"
+            f"{episodes.spec.env_id}: the environment failed with {type(error).__name__}: {error}\n"
             f"In the worker:\n{traceback.format_exc()}"
         )
-
-
-def _run_batch(
-    env: PositionControlledEnv, seeds: Sequence[int], positions: FloatArray, velocities: FloatArray
-) -> Episodes:
-    return stack_episodes([env.execute(seeds[i], positions[i], velocities[i]) for i in range(len(seeds))])
