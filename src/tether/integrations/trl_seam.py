@@ -19,7 +19,7 @@ from tether.integrations.seams import Tested
 
 # Ends of runs that passed: tests/test_versions.py holds them to `make test-matrix` and to constraints.txt.
 TRL = Tested("trl", "1.14.0", "1.16.0")
-TRANSFORMERS = Tested("transformers", "5.9.0", "5.23.0")
+TRANSFORMERS = Tested("transformers", "5.9.0", "5.24.0")
 
 _GRPO = "trl:GRPOTrainer"
 _SCORING = f"{_GRPO}._get_per_token_logps_and_entropies"
