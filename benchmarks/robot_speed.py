@@ -147,7 +147,8 @@ def main() -> None:
                 flush=True,
             )
     if RESULTS.exists():
-        cases = json.loads(RESULTS.read_text())["cases"] | cases
+        kept = json.loads(RESULTS.read_text())["cases"]
+        cases = {case: kept[case] for case in CASES if case in kept} | cases
     record = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "cases": cases,

@@ -114,12 +114,11 @@ class RawProcesses:
 
 
 def processor_seconds() -> float:
-    """What this process and the sampler's workers have used so far."""
+    """What this process and its children have used so far; the bare loops wait while the sampler works."""
     total = time.process_time()
     for child in active_children():
-        if child.name.startswith("tether-sampler"):
-            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 

@@ -3,8 +3,8 @@
 A policy needs the starts of a batch before it can plan, and the plans before anything moves, so sampling
 has two halves: `EpisodeSampler.reset` gives the starts, `EpisodeSampler.execute` runs one desired
 trajectory an episode to the end. Between the two an episode is nothing but its seed: a worker resets its
-environment to that seed again when it executes (unless it stands there already), which is exact and
-needs no copies of simulator states.
+environment to that seed again when it executes, unless it stands there already (in some tasks several
+environments wait at their starts), which is exact and needs no copies of simulator states.
 
 Every episode draws from its own seed, derived from the sampler's seed and the episode's number, so the
 results do not depend on how many workers there are.
