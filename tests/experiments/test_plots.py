@@ -212,6 +212,11 @@ def test_ticks_read_as_per_cent_and_thousands() -> None:
     assert "100k" in [tick.get_text() for tick in axes.get_xticklabels()]
 
 
+def test_whole_axes_show_all_fractions_whatever_was_reached() -> None:
+    figure = curves_figure(Panel("", {"a": [Curve([0, 1], [0.0, 0.05])]}, percent=True, whole=True))
+    assert figure.axes[0].get_ylim() == pytest.approx((-0.02, 1.02))
+
+
 def test_runs_at_other_steps_are_averaged_on_a_grid_and_runs_apart_not_at_all() -> None:
     band = band_of([Curve([0, 10, 20], [0.0, 1.0, 2.0]), Curve([1, 11, 21], [0.1, 1.1, 2.1])])
     assert band is not None

@@ -75,7 +75,7 @@ def task_panels(runs: Iterable[RunData]) -> list[Panel]:
         panels[task] = Panel(
             task, {**others, label: curves}, x_label="million environment steps",
             y_label=metric_text(name.removesuffix("_greedy")),
-            percent=name == "success_greedy",
+            percent=name == "success_greedy", whole=name == "success_greedy",
         )  # fmt: skip
     return list(panels.values())
 
