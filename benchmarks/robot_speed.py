@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "robots" / "speed.json"
 CORES = 2
@@ -42,11 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, float]] = {
 
 def processor_seconds(pids: list[int]) -> float:
     """What processes have used so far."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    used = (psutil.Process(pid).cpu_times() for pid in pids)
+    return float(sum(times.user + times.system for times in used))
 
 
 def measure(case: str, iterations: int) -> list[dict[str, float]]:

@@ -31,6 +31,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 
 from tether.episodic.environments import make_position_controlled
 from tether.episodic.sampler import EpisodeSampler
@@ -115,11 +116,8 @@ class RawProcesses:
 
 def processor_seconds() -> float:
     """What this process and its children have used so far; the bare loops wait while the sampler works."""
-    total = time.process_time()
-    for child in active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+    children = (psutil.Process(child.pid).cpu_times() for child in active_children())
+    return time.process_time() + sum(times.user + times.system for times in children)
 
 
 def sampler_rates(

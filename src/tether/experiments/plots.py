@@ -79,7 +79,7 @@ class Panel:
     percent: bool = False
     """The values are fractions and read as per cent."""
     whole: bool = False
-    """The axis shows all of them from 0 to 1, so that panels beside each other compare."""
+    """The axis goes from 0 to 1, so that panels beside each other compare."""
     lines: Mapping[str, float] = field(default_factory=dict)
     """Dashed horizontal lines by their names, such as the KL bound."""
     from_zero: bool = False
@@ -354,9 +354,11 @@ def _scale(axes: Axes, panel: Panel) -> None:
 
     if panel.percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-        low, high = (-1.0, 2.0) if panel.whole else axes.get_ylim()
-        edge = 0.02 * min(high - low, 1.0)  # room for a line that lies on 0 or 1
+        low, high = axes.get_ylim()
+        edge = 0.02 * (high - low)  # room for a line that lies on 0 or 1
         axes.set_ylim(max(low, -edge), min(high, 1.0 + edge))
+    if panel.whole:
+        axes.set_ylim(-0.02, 1.02)
     if panel.from_zero:
         axes.set_ylim(bottom=0.0)
     if panel.log:
