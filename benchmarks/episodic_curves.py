@@ -1,9 +1,9 @@
-"""The committed training curves as a picture, docs/images/episodic-curves.png, and as a table.
+"""The committed training curves as a picture, docs/images/episodic-curves.png, and as tables.
 
     python benchmarks/episodic_curves.py
 
 Both come from the tables under benchmarks/results/episodic, nothing is trained. In the picture thin lines are
-seeds, the thick one is their mean; the table is Markdown, printed for docs/episodic_results.md.
+seeds, the thick one is their mean; the tables are Markdown, printed for docs/episodic_results.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tether.episodic.curves import markdown_table, task_panels, task_rows
+from tether.episodic.curves import markdown_table, suite_panels, suite_rows, task_panels, task_rows
 from tether.experiments import StudyTable
 from tether.experiments.plots import save_figure, small_multiples
 from tether.kinds import KINDS
@@ -28,8 +28,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PICTURE)
     options = parser.parse_args()
     runs = StudyTable(options.table, KINDS).select()
-    save_figure(small_multiples(task_panels(runs), columns=2, width=4.1, height=2.6), options.output)
-    print(markdown_table(task_rows(runs)))
+    panels = [*suite_panels(runs), *task_panels(runs)]
+    save_figure(small_multiples(panels, columns=2, width=4.1, height=2.6), options.output)
+    print("\n\n".join(markdown_table(rows) for rows in (suite_rows(runs), task_rows(runs)) if rows))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from tether.episodic.curves import by_study, markdown_table, task_panels, task_rows, write_overview
+from tether.episodic.curves import (
+    by_study,
+    by_suite,
+    markdown_table,
+    suite_panels,
+    suite_rows,
+    task_panels,
+    task_rows,
+    write_overview,
+)
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.experiments.run_config import RunConfig
 from tether.experiments.run_data import RunData
@@ -85,6 +94,59 @@ def test_a_task_has_one_panel_judged_by_its_own_number(tmp_path: Path) -> None:
     assert "Robots &amp; co" in page
     assert "3 of 3 runs" in page
     assert "<td>0.50, 0.75</td>" in page
+
+
+SUITE = [
+    run("tether/Reach-near-v3", "tce", 0, [0.0, 0.5, 1.0]),
+    run("tether/Reach-near-v3", "tce", 1, [0.0, 0.0, 0.5]),
+    run("tether/Reach-far-v3", "tce", 0, [0.0, 0.25, 0.25]),
+    run("tether/Reach-wide-v3", "tce", 0, [0.0, 1.0]),
+    run("tether/Reach-near-v3", "bbrl", 0, [0.0, 0.0, 0.5]),
+]
+
+
+def test_a_suite_is_several_tasks_of_one_name_that_are_judged_by_success() -> None:
+    alone = [run("tether/Lift-up-v3", "tce", 0, [0.0]), run("tether/Lift-v3", "tce", 0, [0.0])]
+    heights = [run(f"tether/Jump-{where}-v1", "tce", 0, [1.0], "max_height") for where in ("up", "far")]
+    suites = by_suite([*RUNS, *SUITE, *alone, *heights])
+    assert {
+        suite: {label: len(tasks) for label, tasks in found.items()} for suite, found in suites.items()
+    } == {"Reach": {"tce": 3, "bbrl": 1}}
+
+
+def test_each_task_of_a_suite_counts_once_and_only_as_far_as_it_has_come() -> None:
+    """At 100 steps three tasks of TCE: .25 (two seeds), .25 and 1; at 200 steps two: .75 and .25."""
+    rows = [row for row in suite_rows(SUITE) if row["environment steps"] != "50"]
+    assert [(row["method"], row["tasks"], row["environment steps"], row["mean success"]) for row in rows] == [
+        ("bbrl", "1", "100", "0.000"),
+        ("tce", "3", "100", "0.500"),
+        ("tce", "1 shared", "100", "0.250"),
+        ("bbrl", "1", "200", "0.500"),
+        ("tce", "2", "200", "0.500"),
+        ("tce", "1 shared", "200", "0.750"),
+    ]
+    assert {row["at any step, mean"] for row in rows} == {"1.000"}
+
+
+def test_the_interquartile_mean_of_a_suite_leaves_its_hardest_and_easiest_quarter_out() -> None:
+    scores = {"a": 0.0, "b": 0.5, "c": 0.75, "d": 1.0}
+    (*_, last) = suite_rows(
+        run(f"tether/Reach-{task}-v3", "tce", 0, [0.0, end]) for task, end in scores.items()
+    )
+    assert (last["mean success"], last["interquartile mean"]) == ("0.562", "0.625")
+
+
+def test_a_suite_is_drawn_first_with_the_methods_that_have_come_far_in_every_task(tmp_path: Path) -> None:
+    (panel,) = suite_panels([*RUNS, *SUITE])
+    assert {label: [curve.y.tolist() for curve in curves] for label, curves in panel.curves.items()} == {
+        "tce": [[0.0, 0.25, 0.25], [0.0, 0.25, 0.75], [0.0, 1.0]]
+    }
+    assert panel.title == "Reach: 3 tasks and their mean"
+    assert panel.whole
+    assert panel.percent
+    assert suite_panels([*SUITE, run("tether/Reach-high-v3", "tce", 0, [0.0])]) == []
+    page = write_overview(SUITE, tmp_path / "index.html", "Robots").read_text()
+    assert page.index("1 shared") < page.index("Reach-far-v3")
 
 
 def test_a_table_of_markdown_has_one_line_a_row() -> None:
