@@ -1,4 +1,4 @@
-"""TOPERL: targets, critic, motions taken up in the middle, replay; that it learns, and resumes exactly."""
+"""TOPERL: what the critic is taught, critic, replay; that it learns, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from tether.episodic.algorithms import build_learner, config_from_dict
 from tether.episodic.config import OffPolicyConfig, ReplayConfig, TrustRegionConfig
 from tether.episodic.evaluate import evaluate_learner
-from tether.episodic.off_policy import TOPERL, Cut, Restarts, n_step_returns
-from tether.episodic.policy import PolicyConfig
+from tether.episodic.off_policy import TOPERL
+from tether.episodic.policy import PolicyConfig, WeightDistribution
 from tether.episodic.presets import choose
-from tether.episodic.prodmp import ProDMP, ProDMPConfig
+from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.replay import Replay
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.segment_critic import SegmentCritic, SegmentCriticConfig
@@ -27,6 +27,7 @@ from tether.errors import ConfigError, InvalidInputError
 from tether.experiments.files import dump_json, load_json
 
 ENV = "tether/PointReach-v0"
+REPLAYED = ("inputs", "states", "actions", "rewards", "position", "velocity")
 
 
 def small_config(**changes: Any) -> OffPolicyConfig:
@@ -39,10 +40,9 @@ def small_config(**changes: Any) -> OffPolicyConfig:
         motion=ProDMPConfig(2, 0.5, 15.0, 3.0, weights_scale=0.3, relative_goal=True),
         policy=PolicyConfig((32,), "tanh", init_std=0.5),
         critic=SegmentCriticConfig(width=16, layers=1, heads=2, learning_rate=3e-3, epochs=10),
-        replay=ReplayConfig(capacity=200, batch=16, stride=10, segments=3),
+        replay=ReplayConfig(capacity=200, batch=16, pieces=5, segments=3),
         trust_region=TrustRegionConfig(0.1, 0.02),
         learning_rate=3e-3,
-        polyak=0.05,
     )
     return replace(config, **changes)
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_with_its_replay_takes_the_course_of_an_unbroken_one(tmp_p
     # The replay is full after three iterations, so that its oldest episodes are being replaced.
     config = small_config(
         iterations=6, evaluate_every=3, checkpoint_every=2, evaluation_episodes=2,
-        replay=ReplayConfig(capacity=20, batch=8, stride=10, segments=3),
+        replay=ReplayConfig(capacity=20, batch=8, pieces=5, segments=3),
     )  # fmt: skip
     whole = train(config, tmp_path / "whole")
     train(config, tmp_path / "parts", until=4)
@@ -107,44 +107,71 @@ def test_a_resumed_run_with_its_replay_takes_the_course_of_an_unbroken_one(tmp_p
 # ---------------------------------------------------------------------- targets
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.99, 0.95, 0.9, 0.8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_n_step_returns_are_those_of_a_plain_loop(gamma: float, dtype: torch.dtype) -> None:
-    """500 steps, after which a discount from the episode's start is nothing in float32."""
-    generator = torch.Generator().manual_seed(0)
-    steps = torch.tensor([*range(0, 500, 5), 500])
-    rewards, values = (torch.randn(3, size, dtype=dtype, generator=generator) for size in (100, 101))
-    cut = Cut(torch.tensor([3, 35, 67]), 32)
-    found = n_step_returns(rewards, values, steps, gamma, cut)
-    # Of a sum of 33 products: as many roundings, of terms up to 4.
-    within = 33 * 4 * torch.finfo(dtype).eps
-    for episode in range(3):
-        for segment, start in enumerate(cut.starts.tolist()):
-            total = 0.0
-            for i in range(1, cut.length + 1):
-                total += gamma ** (5 * (i - 1)) * rewards[episode, start + i - 1].item()
-                expected = total + gamma ** (5 * i) * values[episode, start + i].item()
-                assert found[episode, segment, i - 1].item() == pytest.approx(expected, abs=within)
-
-
-def test_what_a_piece_earns_is_discounted_to_its_beginning(sampler: EpisodeSampler) -> None:
-    """50 steps in pieces of 15: the last has 5."""
-    replay = ReplayConfig(stride=15, gamma=0.9, shift_rewards=False)
+def test_an_episode_is_read_in_pieces(sampler: EpisodeSampler) -> None:
+    """50 steps in 4 pieces."""
+    replay = ReplayConfig(pieces=4, shift_rewards=False)
     learner = build(small_config(precision="float64", replay=replay), sampler)
     motions = learner.act(sampler.reset(2))
     episodes = sampler.execute(motions.positions, motions.velocities)
     rewards = np.random.default_rng(0).normal(size=episodes.rewards.shape)
     learner.observe(motions, replace(episodes, rewards=rewards))
-    assert learner.steps.tolist() == [0, 15, 30, 45, 50]
-    expected = [
-        [sum(0.9**j * row[start + j] for j in range(stop - start)) for start, stop in
-         zip(learner.steps[:-1].tolist(), learner.steps[1:].tolist(), strict=True)]
-        for row in rewards
-    ]  # fmt: skip
-    torch.testing.assert_close(learner.replay["rewards"], torch.tensor(expected, dtype=torch.float64))
-    asked = learner.replay["positions"]
-    np.testing.assert_array_equal(asked[:, 0], motions.starts.positions)
-    np.testing.assert_array_equal(asked[:, 1:], motions.positions[:, [14, 29, 44, 49]])
+    assert learner.steps.tolist() == [0, 12, 25, 37, 50]
+    seen = learner.replay
+    expected = [[row[0:12].sum(), row[12:25].sum(), row[25:37].sum(), row[37:50].sum()] for row in rewards]
+    torch.testing.assert_close(seen["rewards"], torch.tensor(expected, dtype=torch.float64))
+    np.testing.assert_array_equal(seen["actions"], motions.positions[:, [11, 24, 36, 49]])
+    np.testing.assert_array_equal(seen["states"][..., :-1], episodes.observations[:, [0, 12, 25, 37]])
+    np.testing.assert_allclose(seen["states"][0, :, -1], sampler.spec.dt * np.array([0, 12, 25, 37]))
+
+
+def test_no_more_pieces_than_steps(sampler: EpisodeSampler) -> None:
+    learner = build(small_config(replay=ReplayConfig(pieces=1000)), sampler)
+    assert learner.steps.tolist() == list(range(51))
+
+
+def test_the_critic_is_taught_what_each_beginning_of_a_segment_earned(
+    sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = build(small_config(precision="float64"), sampler)
+    observed(learner, sampler)
+    drawn = {name: learner.replay[name][:3] for name in ("states", "actions", "rewards")}
+    segments = torch.tensor([[1, 2], [3, 4]])
+    monkeypatch.setattr(learner, "_draw", lambda: drawn)
+    monkeypatch.setattr(learner, "_cut", lambda: segments)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    learner.critic.register_forward_hook(lambda _, given, found: read.append((*given, found)))  # type: ignore
+    loss = learner._fit_critic()["critic_loss"]
+    ((states, actions, found),) = read
+    errors = []
+    scaled = learner._scaled(drawn["rewards"])
+    for row, (episode, first) in enumerate((episode, first) for episode in range(3) for first in (1, 3)):
+        expected_state = learner.state_statistics(drawn["states"][episode, first])
+        torch.testing.assert_close(states[row], expected_state)
+        for i in range(2):
+            expected_action = learner.action_statistics(drawn["actions"][episode, first + i])
+            torch.testing.assert_close(actions[row, i], expected_action)
+            errors.append(found[row, i] - scaled[episode, first : first + i + 1].sum())
+    assert loss == pytest.approx(torch.stack(errors).square().mean().item(), rel=1e-12)
+
+
+def test_the_policy_is_judged_by_the_motions_that_the_robot_would_be_asked_for(
+    sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise, before the first step, the critic reads the mean motions from the replay's starts."""
+    learner = build(small_config(precision="float64"), sampler)
+    starts = sampler.reset(4)
+    motions = learner.act(starts, explore=False)
+    learner.observe(motions, sampler.execute(motions.positions, motions.velocities))
+    monkeypatch.setattr(learner, "_draw", lambda: {name: learner.replay[name] for name in REPLAYED})
+    monkeypatch.setattr(WeightDistribution, "weights", lambda self, _: self.mean)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    learner.critic.register_forward_hook(lambda _, given, found: read.append(given))
+    learner._improve_policy(0.0)
+    ((states, actions),) = read
+    torch.testing.assert_close(states, learner.state_statistics(learner.replay["states"][:, 0]))
+    torch.testing.assert_close(
+        actions, learner.action_statistics(learner.replay["actions"]), atol=1e-9, rtol=0
+    )
 
 
 def test_scaled_returns_have_mean_0_and_deviation_1(sampler: EpisodeSampler) -> None:
@@ -164,49 +191,13 @@ def test_rewards_that_never_differ_are_centred_alone(sampler: EpisodeSampler) ->
 
 @pytest.mark.parametrize("number", range(20))
 def test_segments_lie_in_the_episode_and_do_not_overlap(number: int, sampler: EpisodeSampler) -> None:
-    learner = build(small_config(replay=ReplayConfig(stride=7, segments=25)), sampler)
+    learner = build(small_config(replay=ReplayConfig(pieces=8, segments=25)), sampler)
     learner.generator.manual_seed(number)
-    cut = learner._cut()
-    steps = cut.steps.flatten().tolist()
-    assert steps == list(range(steps[0], steps[-1] + 1))
-    assert 0 <= steps[0] < cut.length
-    assert learner.pieces - cut.length <= steps[-1] < learner.pieces
-
-
-# ---------------------------------------------------------------------- motions
-
-
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("delay", [0.0, 0.15])
-def test_a_motion_taken_up_where_it_was_goes_on_as_it_would_have(relative: bool, delay: float) -> None:
-    motion = ProDMP(ProDMPConfig(3, 0.8, goal_scale=0.7, relative_goal=relative, delay=delay), num_dof=2)
-    times = np.array([0.0, 0.1, 0.2, 0.4, 0.6, 0.7])
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(4, motion.num_weights, dtype=torch.float64, generator=generator)
-    position = torch.randn(4, 2, dtype=torch.float64, generator=generator)
-    velocity = torch.zeros(4, 2, dtype=torch.float64)
-    positions, velocities = motion.trajectory(weights, position, velocity, times)
-    cut = Cut(torch.tensor([0, 2]), 2)
-    found = Restarts(motion, times, torch.float64).positions(weights, positions, velocities, cut)
-    torch.testing.assert_close(found, positions[:, cut.steps + 1], atol=1e-9, rtol=0)
-
-
-def test_a_motion_taken_up_elsewhere_begins_there() -> None:
-    """Other weights from the same place: near the restart the position is the restart's."""
-    motion = ProDMP(ProDMPConfig(3, 0.8, relative_goal=True), num_dof=1)
-    times = np.array([0.0, 0.4, 0.4 + 1e-6, 0.8])
-    asked, velocities = torch.tensor([[[0.3], [1.7], [9.0], [9.0]]]).double(), torch.zeros(1, 4, 1).double()
-    weights = torch.full((1, 4), 0.5, dtype=torch.float64)
-    found = Restarts(motion, times, torch.float64).positions(
-        weights, asked, velocities, Cut(torch.tensor([1]), 2)
-    )
-    assert found[0, 0, 0, 0].item() == pytest.approx(1.7, abs=1e-5)
-    expected, _ = motion.trajectory(weights, asked[:, 1], velocities[:, 1], [0.8], init_time=0.4)
-    # The goal is measured from 0.3, where the whole motion began, and not from 1.7.
-    basis = motion.basis([0.8], 0.4)
-    absolute = ProDMP(replace(motion.config, relative_goal=False), 1).basis([0.8], 0.4)
-    goal = (basis.position_from_position - absolute.position_from_position).item()
-    assert found[0, 0, 1, 0].item() == pytest.approx(expected.item() - goal * (1.7 - 0.3))
+    segments = learner._cut()
+    length, pieces = segments.shape[1], segments.flatten().tolist()
+    assert pieces == list(range(pieces[0], pieces[-1] + 1))
+    assert 0 <= pieces[0] < length
+    assert learner.pieces - length <= pieces[-1] < learner.pieces
 
 
 # ---------------------------------------------------------------------- critic
@@ -217,18 +208,16 @@ def test_the_critic_does_not_look_ahead() -> None:
     critic = SegmentCritic(SegmentCriticConfig(), 3, 2, 6, generator=generator, dtype=torch.float64)
     states = torch.randn(4, 3, dtype=torch.float64, generator=generator)
     actions = torch.randn(4, 6, 2, dtype=torch.float64, generator=generator)
-    values, returns = critic(states, actions)
+    returns = critic(states, actions)
     actions[:, 3] += 1.0
-    other_values, other_returns = critic(states, actions)
-    torch.testing.assert_close(other_values, values)
-    torch.testing.assert_close(other_returns[:, :, :3], returns[:, :, :3])
-    assert ((other_returns - returns)[:, :, 3:].abs() > 1e-12).all()
-    torch.testing.assert_close(critic.values(states.reshape(2, 2, 3)).flatten(1), values)
+    changed = critic(states, actions)
+    torch.testing.assert_close(changed[:, :3], returns[:, :3])
+    assert ((changed - returns)[:, 3:].abs() > 1e-12).all()
     states += 1.0
-    assert ((critic(states, actions)[1] - other_returns).abs() > 1e-12).all()
+    assert ((critic(states, actions) - changed).abs() > 1e-12).all()
 
 
-def test_members_of_the_ensemble_differ_and_the_seed_alone_decides() -> None:
+def test_the_seed_alone_decides_how_a_critic_begins() -> None:
     def made() -> SegmentCritic:
         return SegmentCritic(SegmentCriticConfig(), 3, 2, 6, generator=torch.Generator().manual_seed(5))
 
@@ -237,8 +226,6 @@ def test_members_of_the_ensemble_differ_and_the_seed_alone_decides() -> None:
     torch.manual_seed(2)
     for left, right in zip(one.parameters(), made().parameters(), strict=True):
         assert torch.equal(left, right)
-    values, _ = one(torch.ones(1, 3), torch.ones(1, 2, 2))
-    assert values[0] != values[1]
 
 
 # ---------------------------------------------------------------------- replay
@@ -286,9 +273,10 @@ def test_any_preset_can_be_learned_off_policy() -> None:
     ("change", "message"),
     [
         (lambda: small_config(replay=ReplayConfig(capacity=4)), "replay.capacity"),
+        (lambda: small_config(epochs=0), "epochs"),
+        (lambda: small_config(least_noise=1.5), "least_noise"),
         (lambda: small_config(polyak=0.0), "polyak"),
-        (lambda: ReplayConfig(stride=0), "stride"),
-        (lambda: ReplayConfig(gamma=1.1), "gamma"),
+        (lambda: ReplayConfig(pieces=0), "pieces"),
         (lambda: SegmentCriticConfig(width=10, heads=4), "heads=4"),
         (lambda: SegmentCriticConfig(learning_rate=0.0), "learning_rate"),
         (lambda: SegmentCriticConfig(learning_rate=math.inf), "learning_rate"),

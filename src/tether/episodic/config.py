@@ -72,7 +72,7 @@ class EpisodicConfig:
     """Keywords of the environment."""
 
     algo: str = "tce"
-    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), "toperl" (off-policy, experimental),
+    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), "toperl" (off-policy),
     or "package.module:Class"."""
 
     seed: int = 0
@@ -277,26 +277,21 @@ class ReplayConfig:
     capacity: int = 1000
     """Episodes that are kept; the oldest are forgotten."""
 
-    batch: int = 32
+    batch: int = 64
     """Episodes drawn for each gradient step."""
 
-    stride: int = 5
-    """Environment steps that the critic reads as one."""
+    pieces: int = 25
+    """An episode is read in so many."""
 
-    segments: int = 25
-    """A gradient step cuts its episodes into 1 to so many segments."""
-
-    gamma: float = 1.0
-    """Discount per environment step."""
+    segments: int = 3
+    """A gradient step of the critic cuts its episodes into 1 to so many segments."""
 
     shift_rewards: bool = True
     """Count what is earned from the task's event on at the event's step, as TCE does."""
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "batch", "stride", "segments"):
+        for name in ("capacity", "batch", "pieces", "segments"):
             check_at_least_one(name, getattr(self, name))
-        if not 0 < self.gamma <= 1:
-            raise ConfigError(f"gamma must lie in (0, 1], got {self.gamma}.")
 
 
 @dataclass(frozen=True)
@@ -304,27 +299,31 @@ class OffPolicyConfig(GaussianConfig):
     """What TOPERL needs: a critic of segments, a replay, and how fast the policy follows the critic."""
 
     critic: SegmentCriticConfig = field(default_factory=SegmentCriticConfig)
-    """The critic of states and of motions from them."""
+    """The critic of motions."""
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What is learned from."""
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-4
     """Adam's learning rate for the policy."""
 
-    epochs: int = 10
+    epochs: int = 20
     """Gradient steps of the policy in an iteration, each on its own batch."""
 
-    polyak: float = 0.005
-    """Share by which critic and policy are followed, a gradient step, by the slow copies that targets and
-    the trust region are made of."""
+    polyak: float = 0.6
+    """Share by which the old policy, around which the trust region lies, follows after an iteration."""
+
+    least_noise: float = 1.0
+    """Each motion explores with a share of the policy's deviation, drawn from here to 1. With 1 unlikely
+    motions are found sooner; with 0 the critic knows the mean motion, too, where small deviations fail."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 < self.learning_rate < math.inf and self.epochs >= 1 and 0 < self.polyak <= 1):
+        shares = 0 < self.polyak <= 1 and 0 <= self.least_noise <= 1
+        if not (0 < self.learning_rate < math.inf and self.epochs >= 1 and shares):
             raise ConfigError(
-                "Needed: learning_rate > 0, epochs >= 1 and polyak in (0, 1]; got "
-                f"{self.learning_rate}, {self.epochs}, {self.polyak}."
+                "Needed: learning_rate > 0, epochs >= 1, polyak in (0, 1] and least_noise in [0, 1]; got "
+                f"{self.learning_rate}, {self.epochs}, {self.polyak} and {self.least_noise}."
             )
         if self.replay.capacity < self.episodes:
             raise ConfigError(

@@ -63,11 +63,12 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
         """Draw a motion for every start from the policy, or take its mean."""
         inputs = torch.as_tensor(self.seen(starts)).to(self.dtype)
         distribution = self.policy(inputs).detach()
-        noise = torch.zeros_like(distribution.mean)
-        if explore:
-            noise.normal_(generator=self.generator)
-        weights = distribution.weights(noise)
+        weights = distribution.weights(self._noise(distribution)) if explore else distribution.mean
         return SampledMotions(*self.trajectories(weights, starts), inputs, distribution, weights, starts)
+
+    def _noise(self, distribution: WeightDistribution) -> Tensor:
+        """Standard normal, for the weights of each motion."""
+        return torch.empty_like(distribution.mean).normal_(generator=self.generator)
 
     def seen(self, starts: Starts) -> FloatArray:
         return starts.observations if self.config.policy_input == "observation" else starts.contexts

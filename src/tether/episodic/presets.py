@@ -8,12 +8,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from tether.episodic.algorithms import find_algorithm
-from tether.episodic.config import EpisodicConfig, OnPolicyConfig, TrustRegionConfig, UpdateConfig
+from tether.episodic.config import (
+    EpisodicConfig,
+    GaussianConfig,
+    OffPolicyConfig,
+    OnPolicyConfig,
+    ReplayConfig,
+    TrustRegionConfig,
+    UpdateConfig,
+)
 from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.segment_critic import SegmentCriticConfig
 from tether.errors import ConfigError
 from tether.names import look_up
 
@@ -236,6 +246,28 @@ def _table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     )
 
 
+def _toperl(config: OnPolicyConfig, **changes: Any) -> OffPolicyConfig:
+    """The same motion and trust region, without a schedule of its entropy; four episodes an iteration."""
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(GaussianConfig)}
+    own = {
+        "algo": "toperl",
+        "precision": "float32",
+        "episodes": 4,
+        "evaluate_every": 10,
+        "trust_region": replace(config.trust_region, target_entropy=None),
+    }
+    return OffPolicyConfig(**shared | own | changes)
+
+
+def _hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
+    return _toperl(config, iterations=400)
+
+
+def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
+    critic, replay = SegmentCriticConfig(epochs=40), ReplayConfig(pieces=20)
+    return _toperl(config, iterations=1000, critic=critic, replay=replay, polyak=1.0, least_noise=0.0)
+
+
 PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "metaworld-paper": _metaworld,
     "metaworld-long": lambda *task: _affordable(_metaworld(*task)),
@@ -256,7 +288,8 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "table-tennis-refusing-quick": _table_tennis_refusing_quick,
 }
 """Name -> configuration: "paper" are the published settings of TCE and "bbrl" those of the baseline; "quick"
-and "long" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier versions of a task."""
+and "long" ones fit two cores, and so do those of "toperl"; "fixed-start" and "refusing" ones are of older,
+easier versions of a task."""
 
 VARIANT_OF: dict[str, str] = {}
 """Preset for another algorithm -> the preset of the same task and budget that it changes."""
@@ -271,6 +304,7 @@ def add_variant(name: str, of: str, change: Callable[..., EpisodicConfig]) -> No
 add_variant("metaworld-bbrl", "metaworld-paper", _metaworld_bbrl)
 add_variant("metaworld-bbrl-long", "metaworld-long", _metaworld_bbrl)
 add_variant("metaworld-bbrl-quick", "metaworld-quick", _metaworld_bbrl)
+add_variant("metaworld-toperl", "metaworld-paper", _metaworld_toperl)
 add_variant("box-pushing-dense-bbrl", "box-pushing-dense-paper", _box_bbrl)
 add_variant("box-pushing-dense-bbrl-long", "box-pushing-dense-long", _box_bbrl)
 add_variant("box-pushing-sparse-bbrl-long", "box-pushing-sparse-long", _box_bbrl)
@@ -280,6 +314,7 @@ add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", _box_bbrl)
 add_variant("hopper-jump-bbrl", "hopper-jump-paper", _hopper_bbrl)
 add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", _hopper_bbrl)
 add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", _hopper_bbrl)
+add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-paper", _hopper_toperl)
 add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", _hopper_bbrl)
 add_variant("table-tennis-bbrl", "table-tennis-paper", _table_tennis_bbrl)
 add_variant("table-tennis-bbrl-long", "table-tennis-long", _table_tennis_bbrl)

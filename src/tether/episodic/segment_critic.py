@@ -1,4 +1,4 @@
-"""A critic that reads a state and the motion from there on: what both are worth, step by step."""
+"""A critic that reads a state and the motion from there on, and says what each beginning of it earns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.errors import ConfigError, check_at_least_one
 class SegmentCriticConfig:
     """A causal transformer over segments."""
 
-    width: int = 64
+    width: int = 32
     """Features of a token."""
 
     layers: int = 2
@@ -24,17 +24,14 @@ class SegmentCriticConfig:
     heads: int = 4
     """Attention heads, which share the features."""
 
-    ensemble: int = 2
-    """Critics; where one is to be trusted, the lowest counts."""
-
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """Adam's learning rate."""
 
-    epochs: int = 20
+    epochs: int = 80
     """Gradient steps in an iteration, each on its own batch."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "ensemble", "epochs"):
+        for name in ("width", "layers", "heads", "epochs"):
             check_at_least_one(name, getattr(self, name))
         if self.width % self.heads:
             raise ConfigError(f"width={self.width} must be a multiple of heads={self.heads}.")
@@ -43,10 +40,10 @@ class SegmentCriticConfig:
 
 
 class SegmentCritic(nn.Module):
-    """V(s) and Q(s, a_1 .. a_i) for every i, from one reading of [s, a_1, ..., a_L].
+    """Q(s, a_1 .. a_i) for every i, from one reading of [s, a_1, ..., a_L].
 
     A token sees what came before it alone, so that Q of the first i actions does not depend on those that
-    follow and V on none. There are `ensemble` independent critics.
+    follow.
 
     Args:
         config: the network.
@@ -55,14 +52,13 @@ class SegmentCritic(nn.Module):
         generator: draws the initial weights.
         dtype: of all parameters.
 
-    Source: TOP-ERL (arXiv 2410.09536, section 4.2).
+    Source: TOP-ERL (arXiv 2410.09536, section 4.2), whose critic also says what s alone is worth.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
         >>> critic = SegmentCritic(SegmentCriticConfig(), 3, 2, 10, generator=generator)
-        >>> values, returns = critic(torch.zeros(5, 3), torch.zeros(5, 4, 2))
-        >>> values.shape, returns.shape
-        (torch.Size([2, 5]), torch.Size([2, 5, 4]))
+        >>> critic(torch.zeros(5, 3), torch.zeros(5, 4, 2)).shape
+        torch.Size([5, 4])
     """
 
     def __init__(
@@ -76,35 +72,7 @@ class SegmentCritic(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._action_size = action_size
-        self.members = nn.ModuleList(
-            _Member(config, state_size, action_size, longest, generator) for _ in range(config.ensemble)
-        )
-        self.to(dtype)
-
-    def forward(self, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [M, N] of states [N, O], and returns [M, N, L] expected with actions [N, L, A]."""
-        read = [member(states, actions) for member in self.members]
-        return torch.stack([values for values, _ in read]), torch.stack([returns for _, returns in read])
-
-    def values(self, states: Tensor) -> Tensor:
-        """Values [M, ...] of states [..., O] alone."""
-        rows = states.flatten(0, -2)
-        nothing = rows.new_zeros(len(rows), 0, self._action_size)
-        return self(rows, nothing)[0].unflatten(1, states.shape[:-1])
-
-
-class _Member(nn.Module):
-    def __init__(
-        self,
-        config: SegmentCriticConfig,
-        states: int,
-        actions: int,
-        longest: int,
-        generator: torch.Generator,
-    ) -> None:
-        super().__init__()
-        self.state, self.action = nn.Linear(states, config.width), nn.Linear(actions, config.width)
+        self.state, self.action = nn.Linear(state_size, config.width), nn.Linear(action_size, config.width)
         self.places = nn.Parameter(torch.zeros(longest, config.width))
         layer = nn.TransformerEncoderLayer(
             config.width, config.heads, 4 * config.width, dropout=0.0, activation="gelu", batch_first=True,
@@ -113,18 +81,19 @@ class _Member(nn.Module):
         self.layers = nn.TransformerEncoder(
             layer, config.layers, nn.LayerNorm(config.width), enable_nested_tensor=False
         )
-        self.value, self.returned = nn.Linear(config.width, 1), nn.Linear(config.width, 1)
+        self.returned = nn.Linear(config.width, 1)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        for head in (self.value, self.returned):
-            nn.init.xavier_uniform_(head.weight, 0.01, generator=generator)  # nothing is known at first
+        nn.init.xavier_uniform_(self.returned.weight, 0.01, generator=generator)  # nothing is known at first
+        self.to(dtype)
 
-    def forward(self, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, states: Tensor, actions: Tensor) -> Tensor:
+        """What is expected, [N, L], of states [N, O] with actions [N, L, A]."""
         later = self.action(actions) + self.places[: actions.shape[1]]
         tokens = torch.cat((self.state(states)[:, None], later), dim=1)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=tokens.dtype)
-        tokens = self.layers(tokens, mask, is_causal=True)
-        return self.value(tokens[:, 0]).squeeze(-1), self.returned(tokens[:, 1:]).squeeze(-1)
+        returns: Tensor = self.returned(self.layers(tokens, mask, is_causal=True)[:, 1:])
+        return returns.squeeze(-1)
