@@ -155,7 +155,7 @@ docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
-ROBOTS := robots-long robots-ablation
+ROBOTS := robots-long robots-ablation robots-off-policy
 .PHONY: $(ROBOTS)
 $(ROBOTS): robots-%: $(VENV)/.test
 	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
