@@ -40,6 +40,12 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
     assert runs[2].settings.as_dict()["policy_input"] == "context"
 
 
+@pytest.mark.parametrize(("name", "algo"), [("hopper-jump-bbrl", "bbrl"), ("hopper-jump-paper", "tce")])
+def test_a_study_that_names_no_algorithm_takes_its_presets_own(name: str, algo: str, tmp_path: Path) -> None:
+    (run,) = Study(name).runs(tmp_path)
+    assert (run.settings.algo, run.label) == (algo, algo)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -54,7 +60,6 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
         ("- {preset: 5}", r"queue\.yaml: A study has preset = 5; give its name"),
         ("- {preset: hopper-jump-quick, label: 3}", "label = 3; give text"),
         ("- {preset: hopper-jump-quick, algos: [tce, 3]}", r"algos = \('tce', 3\); give names"),
-        ("- {preset: hopper-jump-quick, algos: []}", r"algos = \(\); give names"),
         ("- {preset: hopper-jump-quick, seeds: [0, true]}", r"seeds = \(0, True\); give whole numbers"),
         ("- {preset: hopper-jump-quick, seeds: }", r"seeds = \(None,\); give whole numbers"),
         ("- {preset: hopper-jump-quick, seeds: [0, 1, 1]}", r"seeds = \(0, 1, 1\); give each once"),

@@ -13,6 +13,7 @@ from tether.episodic.commands import check_folders, check_same_run, train_all
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.curves import task_name, write_overview
 from tether.episodic.options import CompareConfig, TrainConfig, train_config
+from tether.episodic.presets import choose
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.errors import ConfigError, did_you_mean
 from tether.experiments.run_data import RunData
@@ -28,8 +29,8 @@ class Study:
 
     preset: str
     """Vetted settings; each algorithm takes the preset's variant for it, if there is one."""
-    algos: tuple[str, ...] = ("tce",)
-    """Algorithms: names, or "package.module:Class"."""
+    algos: tuple[str, ...] = ()
+    """Algorithms: names, or "package.module:Class"; the preset's own if none are given."""
     seeds: tuple[int, ...] = (0,)
     """Which seeds."""
     until: int | None = None
@@ -41,6 +42,8 @@ class Study:
 
     def __post_init__(self) -> None:
         """Refuse values of other types, which a file may hold; a lone algorithm or seed is a list of one."""
+        if not self.algos and isinstance(self.preset, str):
+            object.__setattr__(self, "algos", choose(self.preset)[1].algo)
         for name in ("algos", "seeds"):
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
