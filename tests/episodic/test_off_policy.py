@@ -166,7 +166,7 @@ def test_the_policy_is_judged_by_the_motions_that_the_robot_would_be_asked_for(
     monkeypatch.setattr(WeightDistribution, "weights", lambda self, _: self.mean)
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
     learner.critic.register_forward_hook(lambda _, given, found: read.append(given))
-    learner._improve_policy(0.0)
+    learner._improve_policy(learner.policy, 0.0)
     ((states, actions),) = read
     torch.testing.assert_close(states, learner.state_statistics(learner.replay["states"][:, 0]))
     torch.testing.assert_close(
@@ -275,7 +275,6 @@ def test_any_preset_can_be_learned_off_policy() -> None:
         (lambda: small_config(replay=ReplayConfig(capacity=4)), "replay.capacity"),
         (lambda: small_config(epochs=0), "epochs"),
         (lambda: small_config(least_noise=1.5), "least_noise"),
-        (lambda: small_config(polyak=0.0), "polyak"),
         (lambda: ReplayConfig(pieces=0), "pieces"),
         (lambda: SegmentCriticConfig(width=10, heads=4), "heads=4"),
         (lambda: SegmentCriticConfig(learning_rate=0.0), "learning_rate"),

@@ -135,7 +135,7 @@ def test_a_lone_algorithm_and_a_lone_seed_need_no_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROBOTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_queues_of_the_repository_can_be_trained(path: Path, tmp_path: Path) -> None:
     runs = [run for study in read_queue(path) for run in study.runs(tmp_path)]
-    assert len({run.output for run in runs}) == len(runs) > 20
+    assert len({run.output for run in runs}) == len(runs) > 10
     for run in runs:
         assert run.until is None or run.until <= run.settings.iterations
 

@@ -280,7 +280,7 @@ class ReplayConfig:
     batch: int = 64
     """Episodes drawn for each gradient step."""
 
-    pieces: int = 25
+    pieces: int = 20
     """An episode is read in so many."""
 
     segments: int = 3
@@ -310,20 +310,16 @@ class OffPolicyConfig(GaussianConfig):
     epochs: int = 20
     """Gradient steps of the policy in an iteration, each on its own batch."""
 
-    polyak: float = 0.6
-    """Share by which the old policy, around which the trust region lies, follows after an iteration."""
-
     least_noise: float = 1.0
     """Each motion explores with a share of the policy's deviation, drawn from here to 1. With 1 unlikely
     motions are found sooner; with 0 the critic knows the mean motion, too, where small deviations fail."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shares = 0 < self.polyak <= 1 and 0 <= self.least_noise <= 1
-        if not (0 < self.learning_rate < math.inf and self.epochs >= 1 and shares):
+        if not (0 < self.learning_rate < math.inf and self.epochs >= 1 and 0 <= self.least_noise <= 1):
             raise ConfigError(
-                "Needed: learning_rate > 0, epochs >= 1, polyak in (0, 1] and least_noise in [0, 1]; got "
-                f"{self.learning_rate}, {self.epochs}, {self.polyak} and {self.least_noise}."
+                "Needed: learning_rate > 0, epochs >= 1 and least_noise in [0, 1]; got "
+                f"{self.learning_rate}, {self.epochs} and {self.least_noise}."
             )
         if self.replay.capacity < self.episodes:
             raise ConfigError(

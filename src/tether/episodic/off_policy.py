@@ -14,8 +14,7 @@ from tether.episodic.config import OffPolicyConfig
 from tether.episodic.episodes import EnvSpec, Episodes, FloatArray
 from tether.episodic.learner import Stateful
 from tether.episodic.motion_policy import MotionPolicyLearner, SampledMotions, region_metrics
-from tether.episodic.networks import follow
-from tether.episodic.policy import WeightDistribution
+from tether.episodic.policy import GaussianPolicy, WeightDistribution
 from tether.episodic.replay import Replay
 from tether.episodic.segment_critic import SegmentCritic
 from tether.episodic.segments import rewards_at_event
@@ -32,9 +31,9 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         Q(s_k, a_1 .. a_i)  <-  r_k + .. + r_{k+i-1}
 
     and the policy maximises Q(s_0, a_1 .. a_P), where a is a motion drawn from the projection of its network
-    around an old policy, which follows it from iteration to iteration. The network is drawn to its
-    projection as in TCE. Each motion, tried or imagined, deviates from the mean by a share of the policy's
-    deviation between `least_noise` and 1.
+    around the policy that gathered the latest episodes. The network is drawn to its projection as in TCE.
+    Each motion, tried or imagined, deviates from the mean by a share of the policy's deviation between
+    `least_noise` and 1.
 
     Rewards are centred and scaled by the returns in the replay, so that what is learned is of order 1.
 
@@ -57,7 +56,6 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
             config.critic, spec.observation_size + 1, spec.num_dof, self.pieces,
             generator=self.generator, dtype=self.dtype,
         )  # fmt: skip
-        self.old_policy = copy.deepcopy(self.policy)
         self.state_statistics = RunningStatistics(spec.observation_size + 1)
         self.action_statistics = RunningStatistics(spec.num_dof)
         self.policy_optimizer = torch.optim.Adam(self.policy.parameters(), config.learning_rate)
@@ -65,8 +63,8 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         self.replay = Replay(config.replay.capacity)
 
     def parts(self) -> Mapping[str, Stateful]:
-        names = ("policy", "old_policy", "critic", "state_statistics", "action_statistics",
-                 "policy_optimizer", "critic_optimizer", "replay")  # fmt: skip
+        names = ("policy", "critic", "state_statistics", "action_statistics", "policy_optimizer",
+                 "critic_optimizer", "replay")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def observe(self, motions: SampledMotions, episodes: Episodes) -> None:
@@ -89,15 +87,14 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
     def update(self, progress: float) -> dict[str, float]:
         """One iteration: the critic's gradient steps, then the policy's."""
         started = time.perf_counter()
+        old = copy.deepcopy(self.policy)
         for _ in range(self.config.critic.epochs):
             critic = self._fit_critic()
         critic_seconds = time.perf_counter() - started
         self.critic.requires_grad_(False)
         for _ in range(self.config.epochs):
-            policy = self._improve_policy(progress)
+            policy = self._improve_policy(old, progress)
         self.critic.requires_grad_(True)
-        with torch.no_grad():
-            follow(self.old_policy, self.policy, self.config.polyak)
         return {
             **critic,
             **policy,
@@ -118,11 +115,11 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         self.critic_optimizer.step()
         return {"critic_loss": loss.item()}
 
-    def _improve_policy(self, progress: float) -> dict[str, float]:
+    def _improve_policy(self, old: GaussianPolicy, progress: float) -> dict[str, float]:
         drawn = self._draw()
         with torch.no_grad():
-            old: WeightDistribution = self.old_policy(drawn["inputs"])
-        network, projected, report = self._project(drawn["inputs"], old, progress)
+            before: WeightDistribution = old(drawn["inputs"])
+        network, projected, report = self._project(drawn["inputs"], before, progress)
         actions, _ = self.motion.trajectory(
             projected.weights(self._noise(projected)), drawn["position"], drawn["velocity"], self._ends
         )

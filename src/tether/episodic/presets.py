@@ -16,7 +16,6 @@ from tether.episodic.config import (
     GaussianConfig,
     OffPolicyConfig,
     OnPolicyConfig,
-    ReplayConfig,
     TrustRegionConfig,
     UpdateConfig,
 )
@@ -264,8 +263,7 @@ def _hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
 
 
 def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
-    critic, replay = SegmentCriticConfig(epochs=40), ReplayConfig(pieces=20)
-    return _toperl(config, iterations=1000, critic=critic, replay=replay, polyak=1.0, least_noise=0.0)
+    return _toperl(config, iterations=1000, critic=SegmentCriticConfig(epochs=40), least_noise=0.0)
 
 
 PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
