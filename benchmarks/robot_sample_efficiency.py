@@ -2,8 +2,8 @@
 
     python benchmarks/robot_sample_efficiency.py
 
-What TCE ends at is in benchmarks/results/robots/long.csv. Judged is the mean motion; between two evaluations a
-straight line is drawn. A run that never comes that far counts by all its steps, with a > before them.
+What TCE ends at is in benchmarks/results/robots/long.csv. Judged is the mean motion; between two evaluations
+a straight line is drawn. A run that never comes that far counts by all its steps, with a > before them.
 """
 
 from __future__ import annotations
