@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tether.episodic.algorithms import find_algorithm
 from tether.episodic.config import (
     EpisodicConfig,
-    GaussianConfig,
     OffPolicyConfig,
     OnPolicyConfig,
     TrustRegionConfig,
@@ -25,6 +24,8 @@ from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.segment_critic import SegmentCriticConfig
 from tether.errors import ConfigError
 from tether.names import look_up
+
+ConfigT = TypeVar("ConfigT", bound=EpisodicConfig)
 
 DEFAULT_PRESET = "hopper-jump-quick"
 
@@ -247,19 +248,9 @@ def _table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
 
 def _toperl(config: OnPolicyConfig, **changes: Any) -> OffPolicyConfig:
     """The same motion and trust region, without a schedule of its entropy; four episodes an iteration."""
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(GaussianConfig)}
-    own = {
-        "algo": "toperl",
-        "precision": "float32",
-        "episodes": 4,
-        "evaluate_every": 10,
-        "trust_region": replace(config.trust_region, target_entropy=None),
-    }
-    return OffPolicyConfig(**shared | own | changes)
-
-
-def _hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
-    return _toperl(config, iterations=400)
+    region = replace(config.trust_region, target_entropy=None)
+    changes |= {"precision": "float32", "episodes": 4, "evaluate_every": 10, "trust_region": region}
+    return replace(_taken_over(config, OffPolicyConfig, "toperl"), **changes)
 
 
 def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
@@ -285,9 +276,8 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "table-tennis-quick": _table_tennis_quick,
     "table-tennis-refusing-quick": _table_tennis_refusing_quick,
 }
-"""Name -> configuration: "paper" are the published settings of TCE and "bbrl" those of the baseline; "quick"
-and "long" ones fit two cores, and so do those of "toperl"; "fixed-start" and "refusing" ones are of older,
-easier versions of a task."""
+"""Name -> configuration: "paper" are published settings of TCE and "bbrl" the baseline's; "quick", "long" and
+"toperl" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier versions of a task."""
 
 VARIANT_OF: dict[str, str] = {}
 """Preset for another algorithm -> the preset of the same task and budget that it changes."""
@@ -312,7 +302,7 @@ add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", _box_bbrl)
 add_variant("hopper-jump-bbrl", "hopper-jump-paper", _hopper_bbrl)
 add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", _hopper_bbrl)
 add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", _hopper_bbrl)
-add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-paper", _hopper_toperl)
+add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-paper", lambda of: _toperl(of, iterations=400))
 add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", _hopper_bbrl)
 add_variant("table-tennis-bbrl", "table-tennis-paper", _table_tennis_bbrl)
 add_variant("table-tennis-bbrl-long", "table-tennis-long", _table_tennis_bbrl)
@@ -365,9 +355,8 @@ def choose(
     """The preset and the settings meant by the name of a preset, an environment or an algorithm, or several.
 
     An environment alone takes its paper preset, or another of its own; without either it is the quick demo,
-    `DEFAULT_PRESET`. An
-    algorithm takes the preset's own variant for it. Where there is none, it takes the preset's
-    environment, motion and budget (and all settings that the two algorithms share), and its own
+    `DEFAULT_PRESET`. An algorithm takes the preset's own variant for it. Where there is none, it takes the
+    preset's environment, motion and budget (and all settings that the two algorithms share), and its own
     defaults for the rest.
 
     Raises:
@@ -386,18 +375,21 @@ def choose(
         return None, algorithm.config_type(env, algo=algo or EpisodicConfig.algo)
     config = preset(preset_name)
     if algo is not None and config.algo != algo:
-        variant = preset_for(preset_name, algo)
-        if variant is not None:
+        if variant := preset_for(preset_name, algo):
             preset_name, config = variant, preset(variant)
         else:
-            shared = next(kind for kind in algorithm.config_type.__mro__ if isinstance(config, kind))
-            values = {f.name: getattr(config, f.name) for f in dataclasses.fields(shared)}
-            config = algorithm.config_type(**values | {"algo": algo})
+            config = _taken_over(config, algorithm.config_type, algo)
     if env is not None and config.env_id != env:
         raise ConfigError(
             f"The preset {preset_name!r} is for {config.env_id}, not for {env}. Give only one of the two."
         )
     return preset_name, config
+
+
+def _taken_over(config: EpisodicConfig, kind: type[ConfigT], algo: str) -> ConfigT:
+    """Settings of another kind, with what both kinds have."""
+    shared = next(base for base in kind.__mro__ if isinstance(config, base))
+    return kind(**{f.name: getattr(config, f.name) for f in dataclasses.fields(shared)} | {"algo": algo})
 
 
 def _preset_of(env: str) -> str | None:
