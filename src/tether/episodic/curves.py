@@ -50,12 +50,16 @@ def by_study(runs: Iterable[RunData]) -> Studies:
     for run in sorted(runs, key=lambda run: run.config.seed):
         if run.evals:
             found.setdefault((task_name(run.config.settings), run.config.label), []).append(run)
-    return {key: _far_enough(seeds) for key, seeds in sorted(found.items())}
+    return {
+        key: [run for (run,) in _far_enough([run] for run in seeds)] for key, seeds in sorted(found.items())
+    }
 
 
-def _far_enough(seeds: list[RunData]) -> list[RunData]:
-    furthest = max(_steps([run]) for run in seeds)
-    return [run for run in seeds if _steps([run]) >= furthest / 2]
+def _far_enough(groups: Iterable[Sequence[RunData]]) -> list[Sequence[RunData]]:
+    """Those of which every run has come half as far as the furthest."""
+    steps = [(_steps(runs), runs) for runs in groups]
+    furthest = max(taken for taken, _ in steps)
+    return [runs for taken, runs in steps if taken >= furthest / 2]
 
 
 def _steps(runs: Iterable[RunData]) -> int:
@@ -92,18 +96,16 @@ def task_panels(runs: Iterable[RunData]) -> list[Panel]:
 def suite_panels(runs: Iterable[RunData]) -> list[Panel]:
     """Success over all tasks of a suite, each of them a thin line: the mean of its seeds.
 
-    Drawn are methods that have come half as far as the furthest in every task: the mean of easy ones looks
+    Drawn are methods that have come half as far as their furthest in every task: the mean of easy ones looks
     better.
     """
     panels = []
     for suite, methods in by_suite(runs).items():
-        everything = [seeds for tasks in methods.values() for seeds in tasks.values()]
-        furthest, count = max(map(_steps, everything)), len(set[str]().union(*methods.values()))
-        far = {
-            label: [_mean_of(seeds) for seeds in tasks.values() if _steps(seeds) >= furthest / 2]
-            for label, tasks in methods.items()
+        count = len(set[str]().union(*methods.values()))
+        far = {label: _far_enough(tasks.values()) for label, tasks in methods.items()}
+        drawn = {
+            label: [_mean_of(seeds) for seeds in tasks] for label, tasks in far.items() if len(tasks) == count
         }
-        drawn = {label: curves for label, curves in far.items() if len(curves) == count}
         if drawn:
             panels.append(_panel(f"{suite}: {count} tasks and their mean", drawn, "success_greedy"))
     return panels
