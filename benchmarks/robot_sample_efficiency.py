@@ -27,32 +27,14 @@ Grouped = Mapping[str, Mapping[str, Sequence[RunData]]]
 """Environment -> algorithm -> its runs."""
 
 
-def steps_to(run: RunData, wanted: float) -> float | None:
-    """When a run's mean motion first comes to a value; None where it never does."""
+def steps_to(run: RunData, wanted: float) -> tuple[float, bool]:
+    """When a run's mean motion first comes to a value, and whether it does; all its steps if not."""
     steps, values = (np.array([row[name] for row in run.evals]) for name in ("env_steps", headline_of(run)))
     (reached,) = np.nonzero(values >= wanted)
-    if not reached.size or reached[0] == 0:
-        return float(steps[0]) if reached.size else None
-    around = slice(reached[0] - 1, reached[0] + 1)
-    return float(np.interp(wanted, values[around], steps[around]))
-
-
-def row(task: str, algo: str, runs: Sequence[RunData], wanted: float, of_tce: float) -> dict[str, str]:
-    found = [steps_to(run, wanted) for run in runs]
-    ends = [run.evals[-1] for run in runs]
-    counted = [end["env_steps"] if at is None else at for end, at in zip(ends, found, strict=True)]
-    return {
-        "task": task,
-        "learner": algo,
-        "wanted": f"{wanted:.2f}",
-        "steps, mean": f"{np.mean(counted):,.0f}",
-        "seeds": ", ".join(
-            f"{'>' if at is None else ''}{count / 1000:.0f}k"
-            for at, count in zip(found, counted, strict=True)
-        ),
-        "TCE's steps over these": f"{of_tce / np.mean(counted):.1f}",
-        "seconds for 1000 steps": f"{np.mean([1e3 * end['time_s'] / end['env_steps'] for end in ends]):.2f}",
-    }
+    if not reached.size:
+        return float(steps[-1]), False
+    around = slice(max(0, reached[0] - 1), reached[0] + 1)
+    return float(np.interp(wanted, values[around], steps[around])), True
 
 
 def rows(runs: Grouped, long_runs: Grouped) -> list[dict[str, str]]:
@@ -60,9 +42,20 @@ def rows(runs: Grouped, long_runs: Grouped) -> list[dict[str, str]]:
     found = []
     for env, by_algo in runs.items():
         wanted = SHARE * float(np.mean([run.evals[-1][headline_of(run)] for run in long_runs[env]["tce"]]))
-        tce = row(env, "tce", by_algo["tce"], wanted, 1.0)
-        of_tce = float(tce["steps, mean"].replace(",", ""))
-        found += [row(env, algo, seeds, wanted, of_tce) for algo, seeds in by_algo.items()]
+        taken = {algo: [steps_to(run, wanted) for run in seeds] for algo, seeds in by_algo.items()}
+        means = {algo: np.mean([steps for steps, _ in seeds]) for algo, seeds in taken.items()}
+        for algo, seeds in taken.items():
+            ends = [run.evals[-1] for run in by_algo[algo]]
+            seconds = np.mean([1000 * end["time_s"] / end["env_steps"] for end in ends])
+            found.append({
+                "task": env,
+                "learner": algo,
+                "wanted": f"{wanted:.2f}",
+                "steps, mean": f"{means[algo]:,.0f}",
+                "seeds": ", ".join(f"{'' if come else '>'}{steps / 1000:.0f}k" for steps, come in seeds),
+                "TCE's steps over these": f"{means['tce'] / means[algo]:.1f}",
+                "seconds for 1000 steps": f"{seconds:.2f}",
+            })  # fmt: skip
     return found
 
 
