@@ -3,7 +3,8 @@
     python benchmarks/episodic_curves.py
 
 Both come from the tables under benchmarks/results/episodic, nothing is trained. In the picture thin lines are
-seeds, the thick one is their mean; the tables are Markdown, printed for docs/episodic_results.md.
+seeds, or the tasks of a suite, and the thick one is their mean; the tables are Markdown, printed for
+docs/episodic_results.md.
 """
 
 from __future__ import annotations

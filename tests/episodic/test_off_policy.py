@@ -27,7 +27,7 @@ from tether.errors import ConfigError, InvalidInputError
 from tether.experiments.files import dump_json, load_json
 
 ENV = "tether/PointReach-v0"
-REPLAYED = ("inputs", "states", "actions", "rewards", "position", "velocity")
+EPS = torch.finfo(torch.float64).eps
 
 
 def small_config(**changes: Any) -> OffPolicyConfig:
@@ -151,7 +151,8 @@ def test_the_critic_is_taught_what_each_beginning_of_a_segment_earned(
             expected_action = learner.action_statistics(drawn["actions"][episode, first + i])
             torch.testing.assert_close(actions[row, i], expected_action)
             errors.append(found[row, i] - scaled[episode, first : first + i + 1].sum())
-    assert loss == pytest.approx(torch.stack(errors).square().mean().item(), rel=1e-12)
+    # A mean of twelve squares of two terms each, all rounded.
+    assert loss == pytest.approx(torch.stack(errors).square().mean().item(), rel=16 * EPS)
 
 
 def test_the_policy_is_judged_by_the_motions_that_the_robot_would_be_asked_for(
@@ -162,16 +163,17 @@ def test_the_policy_is_judged_by_the_motions_that_the_robot_would_be_asked_for(
     starts = sampler.reset(4)
     motions = learner.act(starts, explore=False)
     learner.observe(motions, sampler.execute(motions.positions, motions.velocities))
-    monkeypatch.setattr(learner, "_draw", lambda: {name: learner.replay[name] for name in REPLAYED})
+    monkeypatch.setattr(learner, "_draw", lambda: learner.replay.state_dict()["columns"])
     monkeypatch.setattr(WeightDistribution, "weights", lambda self, _: self.mean)
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
     learner.critic.register_forward_hook(lambda _, given, found: read.append(given))
     learner._improve_policy(learner.policy, 0.0)
     ((states, actions),) = read
     torch.testing.assert_close(states, learner.state_statistics(learner.replay["states"][:, 0]))
-    torch.testing.assert_close(
-        actions, learner.action_statistics(learner.replay["actions"]), atol=1e-9, rtol=0
-    )
+    # Positions below 1 are sums of five products; the statistics divide their roundings by a small deviation.
+    of = learner.action_statistics
+    smallest = (of.squared_deviations / of.count).sqrt().min().item()
+    torch.testing.assert_close(actions, of(learner.replay["actions"]), atol=8 * EPS / smallest, rtol=0)
 
 
 def test_scaled_returns_have_mean_0_and_deviation_1(sampler: EpisodeSampler) -> None:

@@ -60,6 +60,7 @@ def test_a_study_that_names_no_algorithm_takes_its_presets_own(name: str, algo: 
         ("- {preset: 5}", r"queue\.yaml: A study has preset = 5; give its name"),
         ("- {preset: hopper-jump-quick, label: 3}", "label = 3; give text"),
         ("- {preset: hopper-jump-quick, algos: [tce, 3]}", r"algos = \('tce', 3\); give names"),
+        ("- {preset: hopper-jump-quick, algos: []}", r"algos = \(\); give names"),
         ("- {preset: hopper-jump-quick, seeds: [0, true]}", r"seeds = \(0, True\); give whole numbers"),
         ("- {preset: hopper-jump-quick, seeds: }", r"seeds = \(None,\); give whole numbers"),
         ("- {preset: hopper-jump-quick, seeds: [0, 1, 1]}", r"seeds = \(0, 1, 1\); give each once"),

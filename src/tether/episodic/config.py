@@ -72,7 +72,7 @@ class EpisodicConfig:
     """Keywords of the environment."""
 
     algo: str = "tce"
-    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), "toperl" (off-policy),
+    """Algorithm: "tce" (credit by segments), "bbrl" (by whole episodes), "toperl" (off-policy, experimental),
     or "package.module:Class"."""
 
     seed: int = 0

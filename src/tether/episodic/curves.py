@@ -74,9 +74,12 @@ def by_suite(runs: Iterable[RunData]) -> Suites:
         named = re.match(r"(\w+)-.+-v\d", task)
         if named and headline_of(seeds[0]) == "success_greedy":
             found.setdefault(named[1], {}).setdefault(label, {})[task] = seeds
-    return {
-        suite: methods for suite, methods in found.items() if len(set[str]().union(*methods.values())) > 1
-    }
+    return {suite: methods for suite, methods in found.items() if _task_count(methods) > 1}
+
+
+def _task_count(methods: Mapping[str, Mapping[str, Sequence[RunData]]]) -> int:
+    """Tasks that any of the methods has."""
+    return len(set[str]().union(*methods.values()))
 
 
 def headline_of(run: RunData) -> str:
@@ -101,7 +104,7 @@ def suite_panels(runs: Iterable[RunData]) -> list[Panel]:
     """
     panels = []
     for suite, methods in by_suite(runs).items():
-        count = len(set[str]().union(*methods.values()))
+        count = _task_count(methods)
         far = {label: _far_enough(tasks.values()) for label, tasks in methods.items()}
         drawn = {
             label: [_mean_of(seeds) for seeds in tasks] for label, tasks in far.items() if len(tasks) == count
@@ -231,9 +234,10 @@ def write_overview(runs: Sequence[RunData], path: Path, title: str) -> Path:
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
         "<style>body{font:15px sans-serif;max-width:75em;margin:2em auto}img{max-width:100%}"
         "td{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:right}table{margin:1em 0}</style>"
-        f"<h1>{html.escape(title)}</h1><p>Thin lines are seeds, the thick one is their mean. Judged is the "
-        f"mean motion, always on the same episodes. {unfinished} of {len(runs)} runs have not come to "
-        "the end of their schedule; seeds that have not come half as far as the furthest are left out.</p>"
+        f"<h1>{html.escape(title)}</h1><p>Thin lines are seeds, or the tasks of a suite; the thick one "
+        "is their mean. Judged is the mean motion, always on the same episodes. "
+        f"{unfinished} of {len(runs)} runs have not come to the end of their schedule; "
+        "seeds that have not come half as far as the furthest are left out.</p>"
         f"<img src='data:image/png;base64,{picture}' alt='Curves of all tasks'>"
         + "".join(f"<table>{table}</table>" for table in tables if table),
     )

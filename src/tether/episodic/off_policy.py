@@ -1,4 +1,4 @@
-"""TOPERL: motions learned from a replay of episodes, through a critic of their segments."""
+"""TOPERL: motions learned from a replay of episodes, through a critic of their segments. Experimental."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Study:
 
     preset: str
     """Vetted settings; each algorithm takes the preset's variant for it, if there is one."""
-    algos: tuple[str, ...] = ()
-    """Algorithms: names, or "package.module:Class"; the preset's own if none are given."""
+    algos: tuple[str, ...] | None = None
+    """Algorithms: names, or "package.module:Class"; without them the preset's own."""
     seeds: tuple[int, ...] = (0,)
     """Which seeds."""
     until: int | None = None
@@ -42,7 +42,7 @@ class Study:
 
     def __post_init__(self) -> None:
         """Refuse values of other types, which a file may hold; a lone algorithm or seed is a list of one."""
-        if not self.algos and isinstance(self.preset, str):
+        if self.algos is None and isinstance(self.preset, str):
             object.__setattr__(self, "algos", choose(self.preset)[1].algo)
         for name in ("algos", "seeds"):
             value = getattr(self, name)
@@ -58,7 +58,8 @@ class Study:
         ):
             if not fits:
                 raise ConfigError(f"A study has {name} = {getattr(self, name)!r}; give {wanted}.")
-        for name, values in (("algos", self.algos), ("seeds", self.seeds)):
+        for name in ("algos", "seeds"):
+            values = getattr(self, name)
             if len(set(values)) != len(values):  # two runs in one folder
                 raise ConfigError(f"A study has {name} = {values!r}; give each once.")
         if decided := sorted({"algo", "seed"} & self.settings.keys()):
@@ -73,6 +74,7 @@ class Study:
 
     def runs(self, output: Path) -> list[TrainConfig]:
         """What it trains."""
+        assert self.algos is not None
         found = []
         for algo in self.algos:
             options = train_config(self.preset, None, algo)
