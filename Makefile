@@ -154,10 +154,12 @@ test-site: docs $(VENV)/.site  ## the built documentation and a report in a head
 docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken link or a name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on.
+# Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on;
+# from runs that came with the repository half way, too.
 ROBOTS := robots-long robots-ablation robots-off-policy
 .PHONY: $(ROBOTS)
 $(ROBOTS): robots-%: $(VENV)/.test
+	$(BIN)/python benchmarks/carried_runs.py unpack $*
 	$(BIN)/tether episodic compare --queue benchmarks/robots/$*.yaml --output runs/robots/$* \
 	  --results benchmarks/results/robots/$*.csv $(if $(MINUTES),--minutes $(MINUTES))
 

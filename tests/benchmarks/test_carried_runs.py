@@ -1,0 +1,73 @@
+"""Long robot runs carried from machine to machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import carried_runs
+
+from tether.episodic.commands import train_command
+from tether.episodic.config import OnPolicyConfig
+from tether.episodic.options import TrainConfig
+from tether.episodic.prodmp import ProDMPConfig
+from tether.experiments import RunFolder
+
+SETTINGS = OnPolicyConfig(
+    "tether/PointReach-v0",
+    iterations=3,
+    num_workers=0,
+    episodes=4,
+    evaluation_episodes=2,
+    evaluate_every=1,
+    checkpoint_every=1,
+    motion=ProDMPConfig(num_basis=2),
+)
+
+
+def run_in(output: Path, until: int | None = None) -> TrainConfig:
+    folder = output / "point" / "tce-seed0"
+    return TrainConfig(SETTINGS, output=folder, resume=True, until=until, film=False)
+
+
+def numbers(run: RunFolder) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in row.items() if not name.endswith(("_s", "_seconds"))}
+        for row in (*run.metrics(), *run.evals())
+    ]
+
+
+@pytest.fixture
+def half_way(tmp_path: Path) -> Path:
+    train_command(run_in(tmp_path / "here", until=2))
+    return tmp_path / "here"
+
+
+def test_a_carried_run_goes_on_as_if_it_had_never_moved(
+    half_way: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried, there = tmp_path / "carried", tmp_path / "there"
+    monkeypatch.setattr(carried_runs, "WORTH_CARRYING_S", 0.0)
+    (archive,) = carried_runs.pack([run_in(half_way)], half_way, carried)
+    assert archive == carried / "point" / "tce-seed0.tar.xz"
+    (folder,) = carried_runs.unpack([run_in(there)], there, carried)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert carried_runs.unpack([run_in(there)], there, carried) == []  # what stands there stays
+
+    moved, stayed = train_command(run_in(there)), train_command(run_in(half_way))
+    assert moved.finished
+    assert numbers(moved) == numbers(stayed)
+    assert carried_runs.pack([run_in(there)], there, carried) == []
+    assert not archive.exists()
+
+
+def test_only_long_runs_on_their_way_are_carried(half_way: Path, tmp_path: Path) -> None:
+    carried = tmp_path / "carried"
+    absent = replace(run_in(half_way), output=half_way / "point" / "tce-seed1")
+    assert carried_runs.pack([run_in(half_way), absent], half_way, carried) == []
+    assert not carried.exists()
