@@ -245,6 +245,19 @@ def test_meta_world_equals_the_bare_task_under_the_same_seed(task: str) -> None:
             assert info["object_to_target"] == expected_info["obj_to_target"]
 
 
+def test_meta_world_moves_alike_where_it_can_be_seen() -> None:
+    seen, unseen = (gymnasium.make(META, render_mode=mode) for mode in ("rgb_array", None))
+    models = [env.unwrapped.simulation.model for env in (seen, unseen)]  # type: ignore[attr-defined]
+    assert models[1].ngeom < models[0].ngeom / 2
+    for name in ("body_mass", "body_inertia", "body_ipos", "dof_invweight0", "site_pos"):
+        np.testing.assert_array_equal(*(getattr(model, name) for model in models))
+    rng = np.random.default_rng(0)
+    np.testing.assert_array_equal(seen.reset(seed=3)[0], unseen.reset(seed=3)[0])
+    for _ in range(50):
+        action = rng.uniform(-1, 1, 4)
+        np.testing.assert_array_equal(seen.step(action)[0], unseen.step(action)[0])
+
+
 def test_meta_world_tells_a_grasp_as_the_bare_task_does() -> None:
     from metaworld.policies import SawyerPickPlaceV3Policy
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tether.episodic.adapters import PositionControlledEnv
 from tether.episodic.controllers import MocapController
 from tether.episodic.envs.actions import checked_action
-from tether.episodic.envs.meta_world_quick import spare_time
+from tether.episodic.envs.meta_world_quick import spare_time, without_looks
 from tether.episodic.envs.meta_world_tasks import META_WORLD_TASKS
 from tether.episodic.envs.simulation import Camera, raise_on_warnings
 from tether.episodic.episodes import FloatArray
@@ -54,7 +54,8 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
             raise ConfigError(f"Unknown Meta-World task {task!r}. Known: {', '.join(META_WORLD_TASKS)}.")
         self.task = task
         self.render_mode = render_mode
-        self.simulation = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
+        kind = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"]
+        self.simulation = (kind if render_mode else without_looks(kind))(seed=0)
         self.simulation._freeze_rand_vec = False
         self.simulation.seeded_rand_vec = True
         spare_time(self.simulation)
@@ -107,7 +108,7 @@ class MetaWorldAdapter(PositionControlledEnv):
     horizon = MetaWorldEnv.horizon
     dt = 0.0125
     extra_names = ("object_to_target",)
-    standing = 16  # a reset is fifty steps, a tenth of an episode; an environment is 25 MB
+    standing = 16  # a reset is fifty steps, a tenth of an episode; an environment is 10 MB
     controller = MocapController(scale=100.0)
 
     def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:

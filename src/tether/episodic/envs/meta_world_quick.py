@@ -37,6 +37,31 @@ def spare_time(simulation: Any) -> None:
         setattr(simulation, name, MethodType(_knowing(method.__func__, with_ours), simulation))
 
 
+def without_looks(kind: type[Any]) -> type[Any]:
+    """A task's class whose model has nothing that is only seen.
+
+    That is most of its geoms and their meshes. Nothing touches them, and bodies have their masses apart, but
+    MuJoCo clears a mark for each of a hundred thousand triangles in every step of the simulator.
+    """
+    # A copy, as its __init__ looks for the class above type(self).
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, kind.__bases__, own | {"_initialize_simulation": _what_is_touched})
+
+
+def _what_is_touched(simulation: Any) -> tuple[Any, Any]:
+    spec = mujoco.MjSpec.from_file(simulation.fullpath)
+    for geom in list(spec.geoms):
+        # Tasks ask for some by name.
+        if not (geom.contype or geom.conaffinity or geom.name):
+            geom.delete()
+    used = {geom.meshname for geom in spec.geoms}
+    for mesh in list(spec.meshes):
+        if mesh.name not in used:
+            mesh.delete()
+    model = spec.compile()
+    return model, mujoco.MjData(model)
+
+
 def _knowing(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """The same function, to which some of its module's names mean something else."""
     known = function.__globals__ | names
