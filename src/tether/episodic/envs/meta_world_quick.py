@@ -15,6 +15,7 @@ import numpy as np
 from metaworld.sawyer_xyz_env import SawyerXYZEnv
 from metaworld.utils import reward_utils
 
+from tether.episodic.envs.simulation import keep_no_marks
 from tether.episodic.episodes import FloatArray
 
 
@@ -23,6 +24,7 @@ def spare_time(simulation: Any) -> None:
 
     Its `step` must be given actions in [-1, 1], of float64: what lies within is not clipped again.
     """
+    keep_no_marks(simulation.model)
     _remember_where_names_stand(simulation)
     _skip_what_comes_to_nothing(simulation)
     _observe_in_one_array(simulation)
@@ -38,10 +40,9 @@ def spare_time(simulation: Any) -> None:
 
 
 def without_looks(kind: type[Any]) -> type[Any]:
-    """A task's class whose model has nothing that is only seen.
+    """A task's class whose model has nothing that is only seen, and needs a third of the memory.
 
-    That is most of its geoms and their meshes. Nothing touches them, and bodies have their masses apart, but
-    MuJoCo clears a mark for each of a hundred thousand triangles in every step of the simulator.
+    That is most of its geoms and their meshes. Nothing touches them, and bodies have their masses apart.
     """
     # A copy, as its __init__ looks for the class above type(self).
     own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
