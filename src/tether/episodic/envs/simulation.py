@@ -185,6 +185,10 @@ class MujocoTaskEnv(gymnasium.Env[FloatArray, FloatArray]):
     def _simulate(self, control: FloatArray, steps: int) -> None:
         """Run the simulator under a constant control."""
         self.data.ctrl[:] = control
+        self._simulate_on(steps)
+
+    def _simulate_on(self, steps: int) -> None:
+        """Run the simulator under the control it has."""
         mujoco.mj_step(self.model, self.data, steps)
         raise_on_warnings(self._warnings, self.data.time, type(self).__name__, self._steps)
 

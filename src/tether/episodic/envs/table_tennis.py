@@ -136,8 +136,9 @@ class TableTennisEnv(MujocoTaskEnv):
             if self._nothing_to_watch(decided):
                 self._simulate(action, self.frame_skip)
                 return
+            self.data.ctrl[:] = action
             for _ in range(self.frame_skip):
-                self._simulate(action, 1)
+                self._simulate_on(1)
                 self._watch_ball()
         except SimulationError:
             self._broken = self._decided = True
@@ -210,7 +211,11 @@ class TableTennisEnv(MujocoTaskEnv):
         return 2.0 * nearness + self._landing_reward()
 
     def _observation(self) -> FloatArray:
-        return np.concatenate([self.data.qpos[:7], self.data.qvel[:7], self.data.qpos[7:10], self._target])
+        positions = self.data.qpos
+        observation = np.empty(19)
+        observation[:7], observation[7:14] = positions[:7], self.data.qvel[:7]
+        observation[14:17], observation[17:] = positions[7:10], self._target
+        return observation
 
 
 def _serve_is_playable(x: float, y: float) -> bool:
