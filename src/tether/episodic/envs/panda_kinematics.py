@@ -5,6 +5,7 @@ Ported from fancy_gym 0.3.0 (MIT licence, see NOTICE); the gains are the origina
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mujoco
@@ -23,8 +24,8 @@ _POSE_GAINS = np.array([33.9403713446798, 30.9403713446798, 33.9403713446798,
 _HOME_GAINS = 5.0 * np.array([7.675519770796831, 2.676935478437176, 8.539040163444975, 1.270446361314313,
                               8.87752182480855, 2.186782233762969, 4.414432577659688])  # fmt: skip
 _LIMIT_GAIN = 20.0
-_LIMIT_MARGIN = 0.1
-_REGULARISATION = 1e-6
+_NEARLY_HIGH, _NEARLY_LOW = JOINT_HIGH - 0.1, JOINT_LOW + 0.1
+_REGULARISATION = 1e-6 * np.eye(6)
 _TOLERANCE = 1e-5
 _MAX_ITERATIONS = 1000
 
@@ -41,10 +42,13 @@ def solve_inverse_kinematics(
     hand = model.body("tcp").id
     joints = data.qpos[:7].copy()
     velocity = np.zeros(7)
+    jacobian = np.empty((6, model.nv))
     step, previous_error, iteration = 1e-3, np.inf, 0
     while True:
-        candidate = np.clip(joints + step * velocity, JOINT_LOW, JOINT_HIGH)
-        pose_error, error = _pose_error(model, data, hand, candidate, position, orientation)
+        candidate = _between(JOINT_LOW, joints + step * velocity, JOINT_HIGH)
+        data.qpos[:7] = candidate
+        mujoco.mj_kinematics(model, data)
+        pose_error, error = _pose_error(data.xpos[hand], data.xquat[hand], position, orientation)
         if error > previous_error:
             step *= 0.7
             continue
@@ -53,38 +57,36 @@ def solve_inverse_kinematics(
         if error < _TOLERANCE or iteration > _MAX_ITERATIONS:
             return joints
         previous_error = error
-        velocity = _joint_velocity(model, data, hand, joints, pose_error)
+        mujoco.mj_comPos(model, data)  # the Jacobian needs it
+        mujoco.mj_jacBody(model, data, jacobian[:3], jacobian[3:], hand)
+        velocity = _joint_velocity(jacobian[:, :7], joints, pose_error)
         iteration += 1
 
 
+def _between(low: Any, values: FloatArray, high: Any) -> FloatArray:
+    """As np.clip, which takes several times as long for a few numbers."""
+    between: FloatArray = np.minimum(np.maximum(values, low), high)
+    return between
+
+
 def _pose_error(
-    model: Any, data: Any, hand: int, joints: FloatArray, position: FloatArray, orientation: FloatArray
+    place: FloatArray, turn: FloatArray, position: FloatArray, orientation: FloatArray
 ) -> tuple[FloatArray, float]:
     """How far the hand is off: a feedback vector [6], clipped, and a sum of squares."""
-    data.qpos[:7] = joints
-    mujoco.mj_kinematics(model, data)
-    mujoco.mj_comPos(model, data)  # the Jacobian below needs it
-    current = data.xquat[hand]
-    if np.linalg.norm(current - orientation) > np.linalg.norm(current + orientation):
-        current = -current
-    offset = np.clip(position - data.xpos[hand], -0.1, 0.1)
-    turn = np.clip(rotation_error(current, orientation), -0.5, 0.5)
-    error = float(np.square(offset).sum() + np.square(current - orientation).sum())
-    return np.concatenate([offset, turn]), error
+    apart, together = turn - orientation, turn + orientation
+    if math.sqrt(apart.dot(apart)) > math.sqrt(together.dot(together)):
+        turn, apart = -turn, -together
+    feedback = np.empty(6)
+    feedback[:3] = offset = _between(-0.1, position - place, 0.1)
+    feedback[3:] = _between(-0.5, rotation_error(turn, orientation), 0.5)
+    return feedback, float(np.square(offset).sum() + np.square(apart).sum())
 
 
-def _joint_velocity(
-    model: Any, data: Any, hand: int, joints: FloatArray, pose_error: FloatArray
-) -> FloatArray:
-    linear, angular = np.zeros((3, model.nv)), np.zeros((3, model.nv))
-    mujoco.mj_jacBody(model, data, linear, angular, hand)
-    jacobian = np.concatenate([linear, angular])[:, :7]
+def _joint_velocity(jacobian: FloatArray, joints: FloatArray, pose_error: FloatArray) -> FloatArray:
     posture = _HOME_GAINS * (_HOME - joints)
-    too_high, too_low = joints > JOINT_HIGH - _LIMIT_MARGIN, joints < JOINT_LOW + _LIMIT_MARGIN
-    posture += too_high * _LIMIT_GAIN * (JOINT_HIGH - _LIMIT_MARGIN - joints)
-    posture += too_low * _LIMIT_GAIN * (JOINT_LOW + _LIMIT_MARGIN - joints)
-    squared = jacobian @ jacobian.T + _REGULARISATION * np.eye(6)
-    velocity: FloatArray = (
-        jacobian.T @ np.linalg.solve(squared, _POSE_GAINS * pose_error - jacobian @ posture) + posture
-    )
+    posture += (joints > _NEARLY_HIGH) * _LIMIT_GAIN * (_NEARLY_HIGH - joints)
+    posture += (joints < _NEARLY_LOW) * _LIMIT_GAIN * (_NEARLY_LOW - joints)
+    squared = jacobian @ jacobian.T + _REGULARISATION
+    along = np.linalg.solve(squared, _POSE_GAINS * pose_error - jacobian @ posture)
+    velocity: FloatArray = jacobian.T @ along + posture
     return velocity
