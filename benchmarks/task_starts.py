@@ -177,6 +177,8 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
     given = parser.parse_args()
     chosen = given.candidates or [name for name in CANDIDATES if given.gsm8k or name != "gsm8k-short"]
+    if unknown := [name for name in chosen if name not in CANDIDATES]:
+        parser.error(f"There is no candidate {unknown[0]!r}; choose of {', '.join(CANDIDATES)}.")
     if "gsm8k-short" in chosen and given.gsm8k is None:
         parser.error("gsm8k-short needs --gsm8k FOLDER, with train.jsonl and test.jsonl")
     if not MODELS[given.model].is_dir():

@@ -26,3 +26,12 @@ def test_shares_are_of_the_problems_that_a_split_has(monkeypatch: pytest.MonkeyP
     row = task_starts.measure("smollm2-135m-instruct", "code-one-step", 400)
     assert row["problems"] == row["sampled_right"] == row["greedy_right"] == 3
     assert "100.0% [" in task_starts.shown(row)
+
+
+def test_a_candidate_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["task_starts", "code-one-step", "code-one-stop"])
+    with pytest.raises(SystemExit, match="2"):
+        task_starts.main()
+    assert "no candidate 'code-one-stop'; choose of" in capsys.readouterr().err
