@@ -32,7 +32,7 @@ class MetaWorldEnv(gymnasium.Env[FloatArray, FloatArray]):
 
     Args:
         task: e.g. "button-press-v3".
-        render_mode: "rgb_array" or None.
+        render_mode: "rgb_array" or None, for which the model is left without geoms that are only seen.
         width, height: of pictures, in pixels.
         camera: one of the model's cameras.
     """

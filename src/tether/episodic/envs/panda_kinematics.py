@@ -5,7 +5,6 @@ Ported from fancy_gym 0.3.0 (MIT licence, see NOTICE); the gains are the origina
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import mujoco
@@ -73,13 +72,12 @@ def _pose_error(
     place: FloatArray, turn: FloatArray, position: FloatArray, orientation: FloatArray
 ) -> tuple[FloatArray, float]:
     """How far the hand is off: a feedback vector [6], clipped, and a sum of squares."""
-    apart, together = turn - orientation, turn + orientation
-    if math.sqrt(apart.dot(apart)) > math.sqrt(together.dot(together)):
-        turn, apart = -turn, -together
+    if turn.dot(orientation) < 0.0:  # the other name of the same turn is nearer
+        turn = -turn
     feedback = np.empty(6)
     feedback[:3] = offset = _between(-0.1, position - place, 0.1)
     feedback[3:] = _between(-0.5, rotation_error(turn, orientation), 0.5)
-    return feedback, float(np.square(offset).sum() + np.square(apart).sum())
+    return feedback, float(np.square(offset).sum() + np.square(turn - orientation).sum())
 
 
 def _joint_velocity(jacobian: FloatArray, joints: FloatArray, pose_error: FloatArray) -> FloatArray:
