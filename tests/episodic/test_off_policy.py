@@ -109,8 +109,7 @@ def test_a_resumed_run_with_its_replay_takes_the_course_of_an_unbroken_one(tmp_p
 
 def test_an_episode_is_read_in_pieces(sampler: EpisodeSampler) -> None:
     """50 steps in 4 pieces."""
-    replay = ReplayConfig(pieces=4, shift_rewards=False)
-    learner = build(small_config(precision="float64", replay=replay), sampler)
+    learner = build(small_config(precision="float64", replay=ReplayConfig(pieces=4)), sampler)
     motions = learner.act(sampler.reset(2))
     episodes = sampler.execute(motions.positions, motions.velocities)
     rewards = np.random.default_rng(0).normal(size=episodes.rewards.shape)
@@ -189,6 +188,23 @@ def test_rewards_that_never_differ_are_centred_alone(sampler: EpisodeSampler) ->
     learner = build(small_config(), sampler)
     learner.replay.add({"rewards": torch.full((4, learner.pieces), -0.3)})
     assert learner._scaled(learner.replay["rewards"]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("best", [0.0, 0.25, 0.5, 1.0])
+def test_a_share_of_what_is_drawn_is_of_the_best_tenth(best: float, sampler: EpisodeSampler) -> None:
+    replay = ReplayConfig(capacity=200, batch=400, pieces=5, best=best)
+    learner = build(small_config(replay=replay), sampler)
+    earned = torch.randperm(100, generator=torch.Generator().manual_seed(0)).float()
+    learner.replay.add({"rewards": earned[:, None] * torch.ones(5) / 5, "earned": earned})
+    drawn, of_all = learner._draw()["earned"], round(400 * (1 - best))
+    assert best == 0 or (drawn[of_all:].unique() == torch.arange(90, 100)).all()
+    assert best == 1 or len(drawn[:of_all].unique()) > 60
+
+
+def test_a_few_episodes_have_a_best_one(sampler: EpisodeSampler) -> None:
+    learner = build(small_config(replay=ReplayConfig(batch=10, pieces=5, best=1.0)), sampler)
+    learner.replay.add({"rewards": torch.tensor([[1.0], [3.0], [2.0]]).expand(3, 5)})
+    assert (learner._draw()["rewards"] == 3.0).all()
 
 
 @pytest.mark.parametrize("number", range(20))

@@ -280,18 +280,21 @@ class ReplayConfig:
     batch: int = 64
     """Episodes drawn for each gradient step."""
 
+    best: float = 0.5
+    """Share of a batch that is drawn from the tenth of the episodes that earned most. 0 draws from all alike,
+    and what luck finds once in a hundred episodes is hardly ever seen."""
+
     pieces: int = 20
     """An episode is read in so many."""
 
     segments: int = 3
     """A gradient step of the critic cuts its episodes into 1 to so many segments."""
 
-    shift_rewards: bool = True
-    """Count what is earned from the task's event on at the event's step, as TCE does."""
-
     def __post_init__(self) -> None:
         for name in ("capacity", "batch", "pieces", "segments"):
             check_at_least_one(name, getattr(self, name))
+        if not 0 <= self.best <= 1:
+            raise ConfigError(f"replay.best is a share in [0, 1]; got {self.best}.")
 
 
 @dataclass(frozen=True)

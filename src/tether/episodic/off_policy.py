@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping
 
@@ -17,7 +18,6 @@ from tether.episodic.motion_policy import MotionPolicyLearner, SampledMotions, r
 from tether.episodic.policy import GaussianPolicy, WeightDistribution
 from tether.episodic.replay import Replay
 from tether.episodic.segment_critic import SegmentCritic
-from tether.episodic.segments import rewards_at_event
 from tether.episodic.statistics import RunningStatistics
 
 
@@ -32,6 +32,8 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
 
     and the policy maximises Q(s_0, a_1 .. a_P), where a is a motion drawn from the projection of its network
     around the policy that gathered the latest episodes. The network is drawn to its projection as in TCE.
+    A share of what each gradient step reads (`replay.best`) is of the tenth of the episodes that earned most:
+    what luck finds once in a hundred episodes would be averaged away.
     Each motion, tried or imagined, deviates from the mean by a share of the policy's deviation between
     `least_noise` and 1.
 
@@ -143,7 +145,13 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         return noise * (least + (1 - least) * torch.rand(len(noise), 1, generator=self.generator))
 
     def _draw(self) -> dict[str, Tensor]:
-        return self.replay.draw(self.config.replay.batch, self.generator)
+        """Episodes for a gradient step: of all that are kept, then of the best tenth."""
+        config, replay = self.config.replay, self.replay
+        of_best = round(config.best * config.batch)
+        alike = replay.draw(config.batch - of_best, self.generator)
+        best = replay["rewards"].sum(-1).topk(math.ceil(len(replay) / 10)).indices
+        favoured = replay.draw(of_best, self.generator, best)
+        return {name: torch.cat((rows, favoured[name])) for name, rows in alike.items()}
 
     def _cut(self) -> Tensor:
         """The pieces of each segment, [S, L]."""
@@ -156,10 +164,8 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
 
     def _earned(self, episodes: Episodes) -> Tensor:
         """In each piece, [E, P]."""
-        rewards = self._tensor(episodes.rewards)
-        if self.config.replay.shift_rewards:
-            rewards = rewards_at_event(rewards, torch.as_tensor(episodes.event_steps))
-        return torch.stack([piece.sum(-1) for piece in rewards.split(np.diff(self.steps).tolist(), -1)], -1)
+        pieces = self._tensor(episodes.rewards).split(np.diff(self.steps).tolist(), -1)
+        return torch.stack([piece.sum(-1) for piece in pieces], -1)
 
     def _scaled(self, rewards: Tensor) -> Tensor:
         """Rewards of which whole episodes of the replay sum to 0 in the mean, with a deviation of 1."""

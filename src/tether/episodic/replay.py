@@ -55,15 +55,16 @@ class Replay:
         self._next = (self._next + count) % self.capacity
         self._size = min(self._size + count, self.capacity)
 
-    def draw(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Rows chosen uniformly, with replacement.
+    def draw(self, count: int, generator: torch.Generator, among: Tensor | None = None) -> dict[str, Tensor]:
+        """Rows chosen uniformly, with replacement: of all, or of those with these numbers.
 
         Raises:
             InvalidInputError: nothing is held yet.
         """
         if not self._size:
             raise InvalidInputError("The replay is empty; it is filled by observe. Call that first.")
-        rows = torch.randint(self._size, (count,), generator=generator)
+        rows = torch.randint(self._size if among is None else len(among), (count,), generator=generator)
+        rows = rows if among is None else among[rows]
         return {name: column[rows] for name, column in self._columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
