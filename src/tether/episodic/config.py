@@ -280,9 +280,9 @@ class ReplayConfig:
     batch: int = 64
     """Episodes drawn for each gradient step."""
 
-    best: float = 0.5
-    """Share of a batch that is drawn from the tenth of the episodes that earned most. 0 draws from all alike,
-    and what luck finds once in a hundred episodes is hardly ever seen."""
+    best: float = 0.0
+    """Share of a batch that is drawn from the tenth of the episodes that earned most: for tasks in which luck
+    has to find first what is to be learned, once in a hundred episodes."""
 
     pieces: int = 20
     """An episode is read in so many."""

@@ -149,7 +149,7 @@ class TOPERL(MotionPolicyLearner[OffPolicyConfig]):
         config, replay = self.config.replay, self.replay
         of_best = round(config.best * config.batch)
         alike = replay.draw(config.batch - of_best, self.generator)
-        best = replay["rewards"].sum(-1).topk(math.ceil(len(replay) / 10)).indices
+        best = replay["rewards"].sum(-1).topk(math.ceil(0.1 * len(replay))).indices
         favoured = replay.draw(of_best, self.generator, best)
         return {name: torch.cat((rows, favoured[name])) for name, rows in alike.items()}
 

@@ -15,6 +15,7 @@ from tether.episodic.config import (
     EpisodicConfig,
     OffPolicyConfig,
     OnPolicyConfig,
+    ReplayConfig,
     TrustRegionConfig,
     UpdateConfig,
 )
@@ -50,10 +51,6 @@ def _metaworld(task: str = "button-press-v3") -> OnPolicyConfig:
         trust_region=TrustRegionConfig(0.005, 0.0005, target_entropy=0.0),
         evaluate_every=25,
     )
-
-
-def _metaworld_quick(task: str = "button-press-v3") -> OnPolicyConfig:
-    return replace(_metaworld(task), iterations=125, evaluate_every=10)
 
 
 def _metaworld_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
@@ -253,6 +250,10 @@ def _toperl(config: OnPolicyConfig, **changes: Any) -> OffPolicyConfig:
     return replace(_taken_over(config, OffPolicyConfig, "toperl"), **changes)
 
 
+def _hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
+    return _toperl(config, iterations=400, replay=ReplayConfig(best=0.5))  # few episodes jump at first
+
+
 def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
     return _toperl(config, iterations=1000, critic=SegmentCriticConfig(epochs=40), least_noise=0.0)
 
@@ -260,7 +261,7 @@ def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
 PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "metaworld-paper": _metaworld,
     "metaworld-long": lambda *task: _affordable(_metaworld(*task)),
-    "metaworld-quick": _metaworld_quick,
+    "metaworld-quick": lambda *task: replace(_metaworld(*task), iterations=125, evaluate_every=10),
     "box-pushing-dense-paper": _box_dense,
     "box-pushing-dense-quick": _box_dense_quick,
     "box-pushing-dense-long": lambda: _affordable(_box_dense()),
@@ -302,7 +303,7 @@ add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", _box_bbrl)
 add_variant("hopper-jump-bbrl", "hopper-jump-paper", _hopper_bbrl)
 add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", _hopper_bbrl)
 add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", _hopper_bbrl)
-add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-long", lambda of: _toperl(of, iterations=400))
+add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-long", _hopper_toperl)
 add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", _hopper_bbrl)
 add_variant("table-tennis-bbrl", "table-tennis-paper", _table_tennis_bbrl)
 add_variant("table-tennis-bbrl-long", "table-tennis-long", _table_tennis_bbrl)
