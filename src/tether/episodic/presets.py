@@ -22,7 +22,6 @@ from tether.episodic.config import (
 from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
-from tether.episodic.segment_critic import SegmentCriticConfig
 from tether.errors import ConfigError
 from tether.names import look_up
 
@@ -251,11 +250,13 @@ def _toperl(config: OnPolicyConfig, **changes: Any) -> OffPolicyConfig:
 
 
 def _hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
-    return _toperl(config, iterations=400, replay=ReplayConfig(best=0.5))  # few episodes jump at first
+    """Twice TCE's steps of the policy, and half of a batch of the best, as few episodes jump at first."""
+    region = replace(config.trust_region, mean_bound=0.2, cov_bound=0.04)
+    return _toperl(replace(config, trust_region=region), iterations=400, replay=ReplayConfig(best=0.5))
 
 
 def _metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
-    return _toperl(config, iterations=1000, critic=SegmentCriticConfig(epochs=40), least_noise=0.0)
+    return _toperl(config, iterations=1000, least_noise=0.0)
 
 
 PRESETS: dict[str, Callable[..., EpisodicConfig]] = {

@@ -27,7 +27,7 @@ class SegmentCriticConfig:
     learning_rate: float = 1e-3
     """Adam's learning rate."""
 
-    epochs: int = 80
+    epochs: int = 40
     """Gradient steps in an iteration, each on its own batch."""
 
     def __post_init__(self) -> None:
