@@ -320,11 +320,10 @@ def preset(name: str) -> EpisodicConfig:
     Raises:
         ConfigError: an unknown name; the message names the nearest known one.
 
-    Example:
-        >>> preset("hopper-jump-paper").episodes
-        64
-        >>> preset("metaworld-paper:reach-v3").env_id
-        'tether/MetaWorld-reach-v3'
+    >>> preset("hopper-jump-paper").episodes
+    64
+    >>> preset("metaworld-paper:reach-v3").env_id
+    'tether/MetaWorld-reach-v3'
     """
     base, colon, task = name.partition(":")
     if colon and (base in PRESETS or "-" in base):
