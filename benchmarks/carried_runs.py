@@ -19,7 +19,8 @@ from pathlib import Path
 from tether.episodic.options import TrainConfig
 from tether.episodic.queue import read_queue
 from tether.experiments import RunFolder
-from tether.experiments.files import atomic_write_bytes
+from tether.experiments.files import atomic_write_bytes, last_measurement
+from tether.experiments.runs import METRICS_FILE
 
 ROOT = Path(__file__).parent.parent
 WORTH_CARRYING_S = 3600.0
@@ -33,10 +34,10 @@ def pack(runs: list[TrainConfig], output: Path, carried: Path) -> list[Path]:
         if not (run.folder() / "config.json").is_file():
             continue
         folder = RunFolder.open(run.folder())
-        checkpoint, lines = folder.latest_checkpoint(), folder.metrics()
+        checkpoint, last = folder.latest_checkpoint(), last_measurement(folder.path / METRICS_FILE)
         if checkpoint is None or checkpoint.step >= run.end():
             archive.unlink(missing_ok=True)
-        elif lines[-1]["time_s"] >= WORTH_CARRYING_S:
+        elif last is not None and last["time_s"] >= WORTH_CARRYING_S:
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w:xz") as tar:
                 for path in (*sorted(folder.path.glob("*.json*")), checkpoint.path):

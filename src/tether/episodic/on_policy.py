@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from tether.episodic.config import OnPolicyConfig
@@ -15,6 +14,7 @@ from tether.episodic.critic import Critic
 from tether.episodic.episodes import EnvSpec, Episodes
 from tether.episodic.learner import Stateful
 from tether.episodic.motion_policy import MotionPolicyLearner, SampledMotions, region_metrics
+from tether.episodic.networks import adam
 from tether.episodic.policy import WeightDistribution
 from tether.errors import InvalidInputError
 
@@ -33,18 +33,11 @@ class OnPolicyLearner(MotionPolicyLearner[OnPolicyConfig]):
         self.critic = Critic(
             config.critic, self._critic_input_size(), generator=self.generator, dtype=self.dtype
         )
-        # Fused: on a CPU in a quarter of the time.
-        self.policy_optimizer: torch.optim.Optimizer = torch.optim.Adam(
-            self.policy.parameters(),
-            config.update.learning_rate,
-            weight_decay=config.update.weight_decay,
-            fused=True,
+        self.policy_optimizer = adam(
+            self.policy.parameters(), config.update.learning_rate, config.update.weight_decay
         )
-        self.critic_optimizer = torch.optim.Adam(
-            self.critic.network.parameters(),
-            config.critic.learning_rate,
-            weight_decay=config.critic.weight_decay,
-            fused=True,
+        self.critic_optimizer = adam(
+            self.critic.network.parameters(), config.critic.learning_rate, config.critic.weight_decay
         )
         self._batch: tuple[SampledMotions, Episodes] | None = None
 

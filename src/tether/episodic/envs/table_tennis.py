@@ -132,11 +132,11 @@ class TableTennisEnv(MujocoTaskEnv):
     def _play(self, action: FloatArray, decided: bool) -> None:
         """Simulate one step, and where the simulation breaks go back to its beginning and stay there."""
         before = self.data.qpos.copy(), self.data.qvel.copy()
+        self.data.ctrl[:] = action
         try:
             if self._nothing_to_watch(decided):
-                self._simulate(action, self.frame_skip)
+                self._simulate_on(self.frame_skip)
                 return
-            self.data.ctrl[:] = action
             for _ in range(self.frame_skip):
                 self._simulate_on(1)
                 self._watch_ball()
