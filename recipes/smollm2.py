@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gguf_package import Package, Recipe, extract, write
+from gguf_package import Package, Recipe, dense, extract, write
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -72,7 +72,7 @@ def convert(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         model_max_length=8192,
     )
     tokenizer.chat_template = read.chat_template
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=dtype, **options)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=dtype, **options, **dense())
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
 

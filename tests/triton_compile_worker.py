@@ -35,7 +35,7 @@ WIDE = {"TINY": NUMBERS.tiny, "BLOCK": 4096}
 CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
     (
         rows.reduce_kernel,
-        8,
+        4,
         {"raw": F32, "bias": BF16, "ids": I64, **dict.fromkeys(("log_probs", "maxima", "largest"), F32)}
         | {"log_total": F32, "entropy": F32, "smallest": F32},
         {**HEAD, "GROUP": 64, "BLOCK": 4096, "BLOCK_IDS": 64, "slots": 1},
@@ -44,14 +44,14 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         rows.select_kernel,
         _warps(8192),
         {"values": F32, "bias": BF16, "groups": I32, "picked": I32, "picked_values": F32},
-        {**HEAD, "GROUP": 32, "WIDTH": 8192},
+        {**HEAD, "GROUP": 32, "WIDTH": 8192, "PARTS": 64},
     ),
     (
         rows.select_kernel,
         _warps(4096),
         {"values": F32, "picked": I32},
         {"bias": None, "groups": None, "picked_values": None, "SCALE": 1.0, "CAP": 0.0, "HAS_BIAS": False}
-        | {"GROUP": 0, "WIDTH": 4096},
+        | {"GROUP": 0, "WIDTH": 4096, "PARTS": 64},
     ),
     (
         rows.gradient_kernel,
@@ -100,23 +100,30 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
     *(
         (
             dense.compare_kernel,
-            dense._WARPS,
+            dense.COMPARED[dtype][1],
             {**dict.fromkeys(("new", "old", "found"), real), "ids": I64, "rows": I64}
             | {"bound": F64, "outcome": "*i8"},
-            {"CHANGE": LARGEST_CHANGE[dtype], "FOUND": dense._FOUND, "BLOCK": dense._BLOCK} | given,
+            {"CHANGE": LARGEST_CHANGE[dtype], "FOUND": dense._FOUND, "BLOCK": dense.COMPARED[dtype][0]}
+            | given,
         )
         for dtype, real, given in ((torch.float32, F32, {"rows": None}), (torch.float64, F64, {}))
     ),
     *(
         (
             dense.projected_gradient_kernel,
-            dense._WARPS,
+            dense.TO_GRADIENT[1],
             dict.fromkeys(("logits", "old", "log_sum", "entropy", "total", "grad_entropy", "arrived"), real)
             | dict.fromkeys(("sampled", "regression", "along", "step"), real)
-            | {"old_rows": I64, "ids": I64, "left": "*i8"},
-            {"SLOPE": 0.7, "BLOCK": dense._BLOCK} | given,
+            | {"grad": grad, "old_rows": I64, "ids": I64, "left": "*i8"},
+            {"SLOPE": 0.7, "BLOCK": dense.TO_GRADIENT[0]} | given,
         )
-        for real, given in ((F32, {"CAP": 0.0, "grad_entropy": None}), (F64, {"CAP": 30.0}))
+        for real, grad, given in ((F32, BF16, {"CAP": 0.0, "grad_entropy": None}), (F64, F64, {"CAP": 30.0}))
+    ),
+    (
+        dense.square_norm_kernel,
+        4,
+        {"weight": BF16, "minus": BF16, "minus_row": BF16, "squares": F32},
+        {"BLOCK": 1024},
     ),
 ]
 

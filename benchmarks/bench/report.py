@@ -62,7 +62,7 @@ def markdown(findings: Sequence[Finding], device_type: str) -> str:
 
 def _cells(finding: Finding, device_type: str) -> tuple[str, ...]:
     limit = finding.limit(device_type)
-    digits = 4 if finding.unit == "s" else 0
+    form = {"s": ".4f", "MiB": ".0f"}.get(finding.unit, ".1e")
     return (
         "" if finding.bar is None else str(finding.bar.number),
         f"{finding.ours} / {finding.against}",
@@ -71,7 +71,7 @@ def _cells(finding: Finding, device_type: str) -> tuple[str, ...]:
         f"{finding.ratio.low:.3f}-{finding.ratio.high:.3f}",
         "" if limit is None else f"{limit:g}",
         finding.verdict(device_type),
-        f"{finding.ours_cost:.{digits}f} / {finding.against_cost:.{digits}f} {finding.unit}",
+        f"{finding.ours_cost:{form}} / {finding.against_cost:{form}} {finding.unit}",
     )
 
 

@@ -73,8 +73,12 @@ class Workload:
         return torch.ones_like(self.batch(self.old_log_probs))
 
     def part(self, tokens: int, dtype: torch.dtype) -> Workload:
-        """Every so manieth token of it, in another precision: to check results on."""
-        rows = slice(None, None, self.shape.tokens // tokens)
+        """Every so manieth token of it, in another precision: to check results on.
+
+        Its tensors are contiguous, as a batch's are: TRL's kernels take that for granted.
+        """
+        step = self.shape.tokens // tokens
+        rows = torch.arange(0, self.shape.tokens, step, device=self.hidden.device)
         float_dtype = torch.promote_types(dtype, torch.float32)
         old = self.old[rows]
         return replace(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tether.ops.memory import rows_that_fit
+
 GPUS = (8, 64, 256, 1024)
 HALF, SINGLE = 2, 4  # bytes of bfloat16 and of float32
 
@@ -153,8 +155,8 @@ def logits_bytes(vocabulary: int, itemsize: int = HALF) -> int:
 
 # ------------------------------------------------------------------------------ what an update holds
 
-BLOCK = 1024
-"""Tokens whose logits an accelerator forms at a time, at least: `tether.ops.memory.ACCELERATOR_ROWS`."""
+DEVICE_BYTES = 80 * 10**9
+"""An H100's, whose share decides how many tokens' logits are formed at a time."""
 
 
 def head_gradient_bytes(head: int) -> int:
@@ -163,8 +165,8 @@ def head_gradient_bytes(head: int) -> int:
 
 
 def block_bytes(vocabulary: int, policies: int) -> int:
-    """Exact support: logits of a block of tokens."""
-    return policies * BLOCK * vocabulary * SINGLE
+    """Exact support: logits of a block of tokens, and their gradient as the products take it."""
+    return rows_that_fit(DEVICE_BYTES, vocabulary) * vocabulary * (policies * SINGLE + HALF)
 
 
 # ------------------------------------------------------------------------------ what the head costs

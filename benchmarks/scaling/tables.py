@@ -143,7 +143,7 @@ def update_table() -> str:
         rows.append([model.name, *map(size, parts), size(sum(parts)), size(model.head * HALF + 2 * logits)])
     header = [
         "model", "exact: head and old head, gathered", "exact: the head's gradient, float32",
-        "exact: logits of a block, two policies", "exact, in all",
+        "exact: logits of a block, two policies, and their gradient", "exact, in all",
         "bucket in verl: head, logits and their gradient",
     ]  # fmt: skip
     return table(header, rows)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tether.ops import head, memory
 
@@ -82,3 +83,18 @@ def test_a_half_precision_head_is_never_widened_whole() -> None:
     workspace = 4 * memory.WORKSPACE_ELEMENTS + 4 * head.VOCABULARY_BLOCK * WIDTH
     allowed = 1.15 * (2 * WEIGHT_BYTES // 2 + WEIGHT_BYTES + workspace)
     assert _peak(256, "bfloat16", "every output") <= allowed
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "rows"), [(12, 1024), (40, 1028), (60, 1542), (80, 2056), (141, 3625), (192, 4096)]
+)
+def test_a_gpu_takes_as_many_tokens_at_a_time_as_its_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, rows: int
+) -> None:
+    monkeypatch.setattr(memory, "_device_bytes", lambda _: gigabytes * 10**9)
+    monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
+    assert memory._accelerator_rows(torch.device("cuda", 0), 151_936) == rows
+
+
+def test_other_accelerators_take_the_least() -> None:
+    assert memory._accelerator_rows(torch.device("meta"), 151_936) == memory.ACCELERATOR_ROWS

@@ -17,29 +17,16 @@ from tether.projection import backend
 
 pytest.importorskip("triton", reason="the Triton path needs the package", exc_type=ImportError)
 
-from triton import language as tl
-from triton.runtime import interpreter
-
 from tether.ops import rows_triton
 
 # The interpreter's numpy says aloud what a GPU computes silently.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("bfloat16_rounded_as_hardware_does"),
+]
 
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16_rounded_as_hardware_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts float32 to bfloat16, which doubles the error of the real thing."""
-    convert = interpreter._convert_float
-
-    def to_nearest(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(values, source, target, mode)
-        return torch.tensor(values).bfloat16().view(torch.uint16).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", to_nearest)
 
 
 def _on_triton(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Any:
@@ -263,6 +250,7 @@ def test_blocks_of_tokens_and_strided_inputs_change_nothing(monkeypatch: pytest.
     whole = _on_triton(hidden, weight, ids, bias=bias, top_k=4)
     monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 4 * 400)
     monkeypatch.setattr(memory, "ACCELERATOR_ROWS", 4)
+    monkeypatch.setattr(memory, "MOST_ACCELERATOR_ROWS", 4)  # on a GPU there is room for more
     parts = _on_triton(hidden.T.contiguous().T, weight, ids.T.contiguous().T.int(), bias=bias, top_k=4)
     within = SUMMED_ANOTHER_WAY * unit_of(whole.log_probs, terms=hidden.shape[-1])
     torch.testing.assert_close(parts.log_probs, whole.log_probs, rtol=0, atol=within)

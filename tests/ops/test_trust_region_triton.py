@@ -24,7 +24,10 @@ pytest.importorskip("triton", reason="the kernels need the package", exc_type=Im
 from tether.ops import dense_rows_triton, dense_rows_triton_kernels, rows_triton, rows_triton_kernels
 
 # The interpreter's numpy says aloud what a GPU computes silently.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("bfloat16_rounded_as_hardware_does"),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND, CHUNK = 0.05, 64
@@ -32,7 +35,8 @@ BOUND, CHUNK = 0.05, 64
 
 @pytest.fixture(autouse=True)
 def _several_chunks_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_rows_triton, "_BLOCK", CHUNK)
+    monkeypatch.setattr(dense_rows_triton, "COMPARED", dict.fromkeys(dense_rows_triton.COMPARED, (CHUNK, 1)))
+    monkeypatch.setattr(dense_rows_triton, "TO_GRADIENT", (CHUNK, 1))
     assert VOCABULARY > 2 * CHUNK
 
 
@@ -68,6 +72,22 @@ def test_values_and_gradients_equal_dense_rows_in_float64(name: str, dtype: torc
         rounding = float((other.double() - wanted).norm())
         allowed = 2 * rounding + solved * float(wanted.norm()) if solved else 1e-9 * float(wanted.norm())
         assert float((actual.double().cpu() - wanted).norm()) <= allowed
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "ids that cannot be sampled"])
+def test_in_half_precision_gradients_are_within_twice_the_rounding_of_their_result(name: str) -> None:
+    """The logits' gradient is rounded for the products, and what they give once more."""
+    batch = _make(name, torch.bfloat16)
+    exact, plain = (make_batch(name).to(torch.bfloat16).to(dtype) for dtype in (torch.float64, torch.float32))
+    leaves = [side.leaves() for side in (exact, plain, batch)]
+    outputs = _dense_outputs(exact)[:4], _dense_outputs(plain)[:4], _outputs(batch.ours(backend="triton"))
+    gradients = [
+        _gradients([o.cpu() for o in some], side) for some, side in zip(outputs, leaves, strict=True)
+    ]
+    for wanted, other, actual in zip(*gradients, strict=True):
+        rounding = float((other.to(torch.bfloat16).double() - wanted).norm())
+        error = float((actual.double().cpu() - wanted).norm())
+        assert rounding < error <= 2 * rounding + STEP_ERROR * float(wanted.norm())
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
@@ -201,7 +221,9 @@ def test_passes_over_a_row_forward_and_backward(
     from test_passes import V as wide
 
     chunks, tokens = 4, 4
-    monkeypatch.setattr(dense_rows_triton, "_BLOCK", wide // chunks)
+    size = wide // chunks, 1
+    monkeypatch.setattr(dense_rows_triton, "COMPARED", dict.fromkeys(dense_rows_triton.COMPARED, size))
+    monkeypatch.setattr(dense_rows_triton, "TO_GRADIENT", size)
     monkeypatch.setattr(rows_triton, "_BLOCK", wide // chunks)
     monkeypatch.setattr(
         "tether.ops.policy_pair.PolicyPair.log_ratio_range",
@@ -230,3 +252,17 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(backend, "_interpreted", lambda: False)
     with pytest.raises(InvalidInputError, match=r"CUDA device, got cpu\. Move them there"):
         batch.ours(backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_norm_of_a_row_is_that_of_the_plain_path(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, minus = torch.randn(2, 74, 1500, generator=generator).to(DEVICE, dtype)[:, ::2]
+    centre = weight.mean(0)
+    options: list[dict[str, Tensor]] = [{}, {"minus": minus}, {"minus_row": centre}]
+    for given in [*options, {"minus": minus, "minus_row": centre}]:
+        found = dense_rows_triton.largest_row(weight, **given)
+        wanted = sum((-value.double() for value in given.values()), weight.double()).norm(dim=-1).amax()
+        assert found.dtype == torch.float64
+        unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        assert abs(float(found / wanted - 1)) <= SUMMED_ANOTHER_WAY * unit

@@ -153,6 +153,7 @@ class _Rows:
         self.counted, self.kl_bound, self.backend = counted, kl_bound, backend
         # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
         at = counted.nonzero(as_tuple=True)
+        self._positions = at[0] * counted.shape[1] + at[1]
         self.new = replace(new, hidden=new.hidden[at])
         self.ids = signed(ids)[at]
         self.count = self.ids.shape[0]
@@ -238,9 +239,9 @@ class _Rows:
 
     def batched(self, tokens: ProjectedTokens) -> ProjectedTokens:
         """[N] -> [B, T]; zero where nothing counts."""
-        where = self.counted
+        size, shape = self.counted.numel(), self.counted.shape
         return tokens.each(
-            lambda value: torch.zeros_like(where, dtype=value.dtype).masked_scatter(where, value)
+            lambda value: value.new_zeros(size).index_copy(0, self._positions, value).view(shape)
         )
 
 

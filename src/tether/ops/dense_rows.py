@@ -184,6 +184,7 @@ def _divergence(log_probs: Tensor, probs: Tensor, old: Tensor) -> Tensor:
 def to_gradient(
     head: Head,
     logits: Tensor,
+    grad: Tensor,
     own: Upstream,
     old: Tensor | None,
     acts: Tensor,
@@ -191,9 +192,11 @@ def to_gradient(
     upstream: ProjectedUpstream,
     kl_bound: float,
 ) -> None:
-    """Replace logits [n, V] of the new policy by the gradient that reaches the head's raw output.
+    """Turn logits [n, V] of the new policy into the gradient that reaches the head's raw output.
 
     Args:
+        logits: they are spoiled.
+        grad: where the gradient goes, [n, V]: another tensor, or `logits` again.
         own: what arrived for the network's own log-probabilities of `ids` and its entropies, [n].
         old: old logits of the rows that act, in rising order, [m, V]; None if there are none.
         acts: which rows those are, [n] bool.
@@ -214,6 +217,8 @@ def to_gradient(
         _part_gradient(some, own.at(part), some_old, acting, ids[at], upstream.at(at), kl_bound, scratch)
         if isinstance(slope, Tensor) or slope != 1:
             some.mul_(slope)
+        if grad is not logits:
+            grad[part] = some
 
 
 def _part_gradient(

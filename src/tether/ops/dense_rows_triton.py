@@ -18,6 +18,7 @@ from tether.ops.dense_rows_triton_kernels import (
     PROJECTED,
     compare_kernel,
     projected_gradient_kernel,
+    square_norm_kernel,
 )
 from tether.ops.head import Head
 from tether.ops.linear import empty_results
@@ -27,8 +28,10 @@ from tether.ops.rows_triton import reduce_kept
 from tether.ops.token_state import ProjectedRows
 from tether.projection.anchored import LARGEST_CHANGE
 
-# Logits of each policy that a program works on at a time, and its warps.
-_BLOCK, _WARPS = 2048, 8
+# Logits of each policy that a program works on at a time, and its warps: what an H200 is quickest with and
+# fits its registers.
+COMPARED = {torch.float32: (4096, 4), torch.float64: (2048, 8)}
+TO_GRADIENT = (2048, 8)
 # Numbers that `compare_kernel` finds of a row.
 _FOUND = 7
 
@@ -47,11 +50,12 @@ def compare_rows(
     found = new.new_empty((len(old), _FOUND))
     bound = found.new_full((1,), kl_bound if project else torch.inf, dtype=torch.float64)
     outcome = new.new_empty(len(old), dtype=torch.int8)
+    block, warps = COMPARED[new.dtype]
     with torch.cuda.device_of(new):
         compare_kernel[(len(old),)](
             new, old, ids.contiguous(), rows, bound, found, outcome,
             old.shape[-1], new.stride(0), old.stride(0),
-            CHANGE=LARGEST_CHANGE[new.dtype], FOUND=_FOUND, BLOCK=_BLOCK, num_warps=_WARPS,
+            CHANGE=LARGEST_CHANGE[new.dtype], FOUND=_FOUND, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     counts = [(outcome == code).sum() for code in (LEFT.value, PROJECTED.value)]
     left, projected = torch.stack(counts).tolist()
@@ -62,6 +66,18 @@ def compare_rows(
     if projected:
         projections.append((easy, _read_off(found[easy])))
     return Compared(kl, projections)
+
+
+def largest_row(weight: Tensor, minus: Tensor | None = None, minus_row: Tensor | None = None) -> Tensor:
+    """The largest norm of a row of ``weight - minus - minus_row``, in float64."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    squares = weight.new_empty(len(weight), dtype=dtype)
+    with torch.cuda.device_of(weight):
+        square_norm_kernel[(len(weight),)](
+            weight, minus, minus_row, squares, weight.shape[1], weight.stride(0),
+            0 if minus is None else minus.stride(0), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return squares.amax().double().sqrt()
 
 
 def _read_off(found: Tensor) -> ProjectedRows:
@@ -81,7 +97,7 @@ def _read_off(found: Tensor) -> ProjectedRows:
 
 
 def to_gradient(
-    head: Head, logits: Tensor, own: Upstream, old: Tensor | None, acts: Tensor, ids: Tensor,
+    head: Head, logits: Tensor, grad: Tensor, own: Upstream, old: Tensor | None, acts: Tensor, ids: Tensor,
     upstream: ProjectedUpstream, kl_bound: float,
 ) -> None:  # fmt: skip
     """`dense_rows.to_gradient`; where rows act, the host waits once for which of them are left."""
@@ -89,12 +105,14 @@ def to_gradient(
     left = torch.empty_like(ids, dtype=torch.int8)
     old_rows = torch.where(acts, acts.cumsum(0) - 1, -1)
     held = logits if old is None else old  # which nobody reads where no row acts
+    block, warps = TO_GRADIENT
     with torch.cuda.device_of(logits):
         projected_gradient_kernel[(len(logits),)](
-            logits, held, old_rows, ids.contiguous(), own.log_sum, own.entropy, own.total, own.grad_entropy,
-            arrived, *upstream[:4], left, logits.shape[-1], logits.stride(0), held.stride(0),
+            logits, held, grad, old_rows, ids.contiguous(), own.log_sum, own.entropy, own.total,
+            own.grad_entropy, arrived, *upstream[:4], left,
+            logits.shape[-1], logits.stride(0), held.stride(0), grad.stride(0),
             SLOPE=head.constant_slope, CAP=0.0 if head.softcap is None else head.softcap / head.temperature,
-            BLOCK=_BLOCK, num_warps=_WARPS,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if old is None:
         return
@@ -103,6 +121,6 @@ def to_gradient(
         at = rows[part]
         some = logits[at]
         dense_rows.to_gradient(
-            head, some, own.at(at), old[old_rows[at]], acts[at], ids[at], upstream.at(at), kl_bound
+            head, some, some, own.at(at), old[old_rows[at]], acts[at], ids[at], upstream.at(at), kl_bound
         )
-        logits[at] = some
+        grad[at] = some.to(grad.dtype)

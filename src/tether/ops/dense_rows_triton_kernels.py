@@ -74,17 +74,18 @@ def compare_kernel(
 
 @triton.jit
 def projected_gradient_kernel(
-    logits, old, old_rows, ids, log_sum, entropy, total, grad_entropy, arrived,
-    sampled, regression, along, step, left, vocabulary, stride, old_stride,
+    logits, old, grad, old_rows, ids, log_sum, entropy, total, grad_entropy, arrived,
+    sampled, regression, along, step, left, vocabulary, stride, old_stride, grad_stride,
     SLOPE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`to_gradient` of one row in place, times `Head.slope`.
+    """`to_gradient` of one row, times `Head.slope`; `grad` may be `logits`.
 
-    A row that acts is read twice, first for its normalisation. Where one policy alone holds a zero, it stays
-    as it is.
+    A row that acts is read twice, first for its normalisation. Where one policy alone holds a zero, nothing
+    is written.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    grad += row * grad_stride
     anchor = tl.load(ids + row)
     old_row = tl.load(old_rows + row)
     acts = old_row >= 0
@@ -119,7 +120,27 @@ def projected_gradient_kernel(
             result = result * tl.where(values == float("-inf"), 0.0, (1 - capped * capped) * SLOPE)
         else:
             result = result * SLOPE
-        tl.store(logits + column, result, mask=column < vocabulary)
+        tl.store(grad + column, result, mask=column < vocabulary)
+
+
+@triton.jit
+def square_norm_kernel(
+    weight, minus, minus_row, squares, width, stride, minus_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Squared norm of one row of ``weight - minus - minus_row``."""
+    row = tl.program_id(0).to(tl.int64)
+    dtype = squares.dtype.element_ty
+    total = tl.full((), 0.0, dtype)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        values = tl.load(weight + row * stride + column, mask=inside, other=0.0).to(dtype)
+        if minus is not None:
+            values -= tl.load(minus + row * minus_stride + column, mask=inside, other=0.0).to(dtype)
+        if minus_row is not None:
+            values -= tl.load(minus_row + column, mask=inside, other=0.0).to(dtype)
+        total += tl.sum(values * values, 0)
+    tl.store(squares + row, total)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import deque
@@ -17,6 +18,11 @@ from tether.projection.solve import may_ask
 WORKSPACE_ELEMENTS = 1 << 24
 # Tokens an accelerator takes at a time at least: fewer leave its matrix units idle.
 ACCELERATOR_ROWS = 1 << 10
+# And at most, of what a CUDA device has memory for. The gradient of the head is read and written once a
+# block, and what the host does for a block hides only behind the products of more than a thousand tokens.
+MOST_ACCELERATOR_ROWS = 1 << 12
+# The part of a CUDA device's memory that the logits of these tokens may take, in float32.
+_DEVICE_SHARE = 1 / 64
 
 
 def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int, *, part: float = 1.0) -> int:
@@ -27,9 +33,26 @@ def tokens_at_a_time(hidden: Tensor, vocabulary: int, tokens: int, *, part: floa
         part: of the workspace, that is taken.
     """
     most = max(1, int(part * WORKSPACE_ELEMENTS) // vocabulary)
-    most = most if may_ask(hidden) else max(most, ACCELERATOR_ROWS)
+    most = most if may_ask(hidden) else max(most, _accelerator_rows(hidden.device, vocabulary))
     blocks = max(1, -(-tokens // most))
     return -(-tokens // blocks)
+
+
+def _accelerator_rows(device: torch.device, vocabulary: int) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ACCELERATOR_ROWS
+    return rows_that_fit(_device_bytes(device), vocabulary)
+
+
+def rows_that_fit(device_bytes: int, vocabulary: int) -> int:
+    """Tokens that a CUDA device of so many bytes takes at a time."""
+    rows = int(_DEVICE_SHARE * device_bytes) // (4 * vocabulary)
+    return min(MOST_ACCELERATOR_ROWS, max(ACCELERATOR_ROWS, rows))
+
+
+@functools.cache
+def _device_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 class KeptBuffer:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops.head import HeadGradients
+from tether.ops.head import HeadGradients, gradient_dtype
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.linear import empty_results, kernels_for, workspace
 from tether.ops.memory import tokens_at_a_time
@@ -73,7 +73,7 @@ def log_probs_in_one_pass(
         rows = max((block.stop - block.start for block in blocks), default=0)
         buffer = workspace(hidden, weight.shape[0], rows, found.entropy.dtype)
         total = HeadGradients(_needed(new), hidden, weight, bias, found.entropy.dtype)
-        dtype = _gradient_dtype(hidden, weight, buffer)
+        dtype = gradient_dtype(hidden, weight, buffer.dtype)
         for block in blocks:
             out = found.at(block)
             kernels.reduce_block(head, hidden[block], weight, bias, ids[block], buffer, out)
@@ -163,9 +163,3 @@ def _needed(new: HiddenStates) -> tuple[bool, bool, bool]:
         weight is not None and weight.requires_grad,
         bias is not None and bias.requires_grad,
     )
-
-
-def _gradient_dtype(hidden: Tensor, weight: Tensor, buffer: Tensor) -> torch.dtype:
-    """What the kernels hand to the library's products: half precision if both inputs are."""
-    halves = hidden.dtype == weight.dtype and hidden.dtype in (torch.float16, torch.bfloat16)
-    return hidden.dtype if halves else buffer.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,15 +110,25 @@ class PolicyPair:
         # Any constant will do, so the mean of some rows will.
         some = base[:: max(1, len(base) // _CENTRE_ROWS)]
         centre = some.mean(0) if self.head.softcap is None else None
-        reach = _largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
+        largest_row = self._largest_row()
+        reach = largest_row(base, minus_row=centre) * (new - old).norm(dim=-1)
         if old_weight is not None:
             if not _same(old_weight, self.weight):
-                reach = reach + _largest_row(weight, minus=base) * new.norm(dim=-1)
+                reach = reach + largest_row(weight, minus=base) * new.norm(dim=-1)
             if self.bias is not None and self.old.bias is not None:
                 difference = (self.bias.double() - self.old.bias.double())[: self.vocabulary]
                 # Impossible in both: NaN, and no part of either policy.
                 reach = reach + difference.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax()
         return 2 * slope * reach * (1 + 1e-5)  # sums of squares are float32's
+
+    def _largest_row(self) -> Callable[..., Tensor]:
+        # The kernel reads rows whose columns lie side by side.
+        heads = [head for head in (self.weight, self.old.weight) if head is not None]
+        if not self.kernels or any(head.stride(1) != 1 for head in heads):
+            return _largest_row
+        from tether.ops.dense_rows_triton import largest_row
+
+        return largest_row
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

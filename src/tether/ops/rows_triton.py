@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tether.ops.head import Head, raw_logits
+from tether.ops.head import Head, gradient_dtype, raw_logits
 from tether.ops.rows import Reduced, Upstream
 from tether.ops.rows_triton_kernels import (
     gradient_at_ids_kernel,
@@ -47,7 +47,7 @@ def reduce_kept(head: Head, raw: Tensor, bias: Tensor | None, ids: Tensor, out: 
             raw, bias, ids, out.log_probs, maxima, out.largest, out.log_total, out.entropy,
             out.smallest if out.smallest.shape[-1] else None,
             vocabulary, _real(head, vocabulary), ids.shape[-1], maxima.shape[-1],
-            **_settings(head, bias), GROUP=group, BLOCK=_BLOCK, BLOCK_IDS=_BLOCK_IDS, num_warps=8,
+            **_settings(head, bias), GROUP=group, BLOCK=_BLOCK, BLOCK_IDS=_BLOCK_IDS, num_warps=4,
         )  # fmt: skip
         if top_k:
             _select(head, raw, bias, maxima, group, out)
@@ -58,12 +58,11 @@ def gradient_block(
 ) -> Tensor:
     """Gradient that reaches the head's raw output for a block of tokens, [n, V].
 
-    In the inputs' precision if both are half, because that is what the library's products take;
-    otherwise in place of the logits.
+    In `gradient_dtype`; in place of the logits if that is theirs.
     """
     raw = raw_logits(hidden, weight, buffer)
-    halves = hidden.dtype == weight.dtype and hidden.dtype in (torch.float16, torch.bfloat16)
-    return gradient_of_kept(head, raw, upstream, bias=bias, dtype=hidden.dtype if halves else raw.dtype)
+    dtype = gradient_dtype(hidden, weight, raw.dtype)
+    return gradient_of_kept(head, raw, upstream, bias=bias, dtype=dtype)
 
 
 def gradient_of_kept(
@@ -109,11 +108,13 @@ def _select(head: Head, raw: Tensor, bias: Tensor | None, maxima: Tensor, group:
         logits = raw.new_zeros((tokens, top_k))
         select_kernel[(tokens,)](
             maxima, None, None, picked, None, maxima.shape[-1], maxima.shape[-1], 0, chosen,
-            SCALE=1.0, CAP=0.0, HAS_BIAS=False, GROUP=0, WIDTH=widths[0], num_warps=_warps(widths[0]),
+            SCALE=1.0, CAP=0.0, HAS_BIAS=False, GROUP=0, WIDTH=widths[0], PARTS=_parts(widths[0], chosen),
+            num_warps=_warps(widths[0]),
         )  # fmt: skip
         select_kernel[(tokens,)](
             raw, bias, picked, ids, logits, vocabulary, _real(head, vocabulary), chosen, top_k,
-            **_settings(head, bias), GROUP=group, WIDTH=widths[1], num_warps=_warps(widths[1]),
+            **_settings(head, bias), GROUP=group, WIDTH=widths[1], PARTS=_parts(widths[1], top_k),
+            num_warps=_warps(widths[1]),
         )  # fmt: skip
         # They come by rising id, so a stable sort breaks ties by the lowest.
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -153,6 +154,11 @@ def _fits(widths: tuple[int, int], dtype: torch.dtype) -> bool:
     return max(widths) <= _MAX_CANDIDATES and dtype == torch.float32
 
 
+def _parts(width: int, count: int) -> int:
+    """Parts of a row whose largest values say where to look for its `count` largest."""
+    return min(width, triton.next_power_of_2(count))
+
+
 def _warps(width: int) -> int:
-    """About 16 values a thread: more, and they do not fit its registers."""
-    return min(16, max(1, width // 512))
+    """About 32 values a thread: more, and they do not fit its registers."""
+    return min(16, max(1, width // 1024))

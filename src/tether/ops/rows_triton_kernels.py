@@ -111,12 +111,13 @@ def reduce_kernel(
 def select_kernel(
     values, bias, groups, picked, picked_values, columns, real, chosen, count,
     SCALE: tl.constexpr, CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The `count` largest values of a row, ties by lowest id, stored by rising id.
 
     GROUP = 0: among all columns; else among the columns of the `chosen` groups, given by rising id.
-    The smallest value that is in is found by halving the range of float32, ordered as integers.
+    The smallest value that is in is found by halving a range of float32, ordered as integers: from the
+    smallest of the largest of PARTS parts, which at least PARTS >= count values reach, to the largest of all.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, WIDTH)
@@ -130,9 +131,10 @@ def select_kernel(
     logits = _load_logits(values + row * columns, bias, tl.where(inside, ids, -1), real, SCALE, CAP, HAS_BIAS)
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 is no less than 0
     order = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF - 1)
-    low = tl.full((), -0x7FFFFFFF, tl.int64)
-    high = tl.max(order, 0).to(tl.int64)
-    held = tl.sum(inside.to(tl.int32), 0)
+    largest = tl.max(tl.reshape(order, (WIDTH // PARTS, PARTS)), 0)
+    low = tl.maximum(tl.min(largest, 0).to(tl.int64), -0x7FFFFFFF)  # all that is inside, if a part is empty
+    high = tl.max(largest, 0).to(tl.int64)
+    held = tl.sum((order >= low).to(tl.int32), 0)
     while (low < high) & (held != count):
         middle = low + (high - low + 1) // 2
         above = tl.sum((order >= middle).to(tl.int32), 0)

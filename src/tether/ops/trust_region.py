@@ -21,7 +21,7 @@ from tether.errors import InvalidInputError
 from tether.ops import dense_rows
 from tether.ops.checks import signed
 from tether.ops.dense_rows import ProjectedUpstream
-from tether.ops.head import Head, HeadGradients
+from tether.ops.head import Head, HeadGradients, gradient_dtype
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import KEPT
 from tether.ops.policy_pair import PolicyPair, check_pair
@@ -281,14 +281,18 @@ class Arrived(NamedTuple):
 def gradient_of_block(
     pair: PolicyPair, block: Tensor, ids: Tensor, arrived: Arrived, kl_bound: float
 ) -> Tensor:
-    """Gradient that reaches the head's raw output, [n, V]."""
-    grad = pair.new_logits(block)
-    inner = grad[:, : pair.vocabulary]
+    """Gradient that reaches the head's raw output, [n, V]; in place of the logits but for half precision."""
+    logits = pair.new_logits(block)
+    grad = logits
+    if pair.kernels:
+        dtype = gradient_dtype(pair.hidden, pair.weight, logits.dtype)
+        grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
     acts = arrived.projected.acts[block]
     needed = acts.nonzero().squeeze(-1)
     old = pair.old_logits(block[needed]) if needed.numel() else None
     own, upstream = arrived.own.at(block), arrived.projected.at(block)
-    _dense_rows(pair).to_gradient(pair.head, inner, own, old, acts, ids[block], upstream, kl_bound)
+    inside = logits[:, : pair.vocabulary], grad[:, : pair.vocabulary]
+    _dense_rows(pair).to_gradient(pair.head, *inside, own, old, acts, ids[block], upstream, kl_bound)
     grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
     return grad
 
