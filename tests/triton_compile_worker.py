@@ -120,7 +120,7 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
         for real, grad, given in ((F32, BF16, {"CAP": 0.0, "grad_entropy": None}), (F64, F64, {"CAP": 30.0}))
     ),
     (
-        dense.square_norm_kernel,
+        rows.square_norm_kernel,
         4,
         {"weight": BF16, "minus": BF16, "minus_row": BF16, "squares": F32},
         {"BLOCK": 1024},

@@ -58,8 +58,8 @@ def make_plan(*, dry: bool, model: str | None) -> Plan:
         kernel_tests=_KERNEL_TESTS,
         bench=("main_shapes", "old_policy", "root_search", "near_uniform", "memory"), bench_seconds=690,
         training={
-            "task": "gsm8k", "steps": 20, "updates_per_rollout": 4, "prompts_per_rollout": 16,
-            "responses_per_prompt": 8, "max_response_tokens": 256, "learning_rate": 5e-6,
+            "task": "gsm8k", "steps": 12, "updates_per_rollout": 4, "prompts_per_rollout": 16,
+            "responses_per_prompt": 8, "max_response_tokens": 128, "learning_rate": 5e-6,
             "mixed_precision": True,
         },
         sharded={"width": 1024, "vocabulary": 32_768, "layers": 4, "rows": 8, "length": 256},

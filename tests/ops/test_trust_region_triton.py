@@ -252,17 +252,3 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(backend, "_interpreted", lambda: False)
     with pytest.raises(InvalidInputError, match=r"CUDA device, got cpu\. Move them there"):
         batch.ours(backend="triton")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_largest_norm_of_a_row_is_that_of_the_plain_path(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, minus = torch.randn(2, 74, 1500, generator=generator).to(DEVICE, dtype)[:, ::2]
-    centre = weight.mean(0)
-    options: list[dict[str, Tensor]] = [{}, {"minus": minus}, {"minus_row": centre}]
-    for given in [*options, {"minus": minus, "minus_row": centre}]:
-        found = dense_rows_triton.largest_row(weight, **given)
-        wanted = sum((-value.double() for value in given.values()), weight.double()).norm(dim=-1).amax()
-        assert found.dtype == torch.float64
-        unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        assert abs(float(found / wanted - 1)) <= SUMMED_ANOTHER_WAY * unit

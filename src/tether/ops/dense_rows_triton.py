@@ -18,7 +18,6 @@ from tether.ops.dense_rows_triton_kernels import (
     PROJECTED,
     compare_kernel,
     projected_gradient_kernel,
-    square_norm_kernel,
 )
 from tether.ops.head import Head
 from tether.ops.linear import empty_results
@@ -66,18 +65,6 @@ def compare_rows(
     if projected:
         projections.append((easy, _read_off(found[easy])))
     return Compared(kl, projections)
-
-
-def largest_row(weight: Tensor, minus: Tensor | None = None, minus_row: Tensor | None = None) -> Tensor:
-    """The largest norm of a row of ``weight - minus - minus_row``, in float64."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    squares = weight.new_empty(len(weight), dtype=dtype)
-    with torch.cuda.device_of(weight):
-        square_norm_kernel[(len(weight),)](
-            weight, minus, minus_row, squares, weight.shape[1], weight.stride(0),
-            0 if minus is None else minus.stride(0), BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-    return squares.amax().double().sqrt()
 
 
 def _read_off(found: Tensor) -> ProjectedRows:

@@ -124,26 +124,6 @@ def projected_gradient_kernel(
 
 
 @triton.jit
-def square_norm_kernel(
-    weight, minus, minus_row, squares, width, stride, minus_stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Squared norm of one row of ``weight - minus - minus_row``."""
-    row = tl.program_id(0).to(tl.int64)
-    dtype = squares.dtype.element_ty
-    total = tl.full((), 0.0, dtype)
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < width
-        values = tl.load(weight + row * stride + column, mask=inside, other=0.0).to(dtype)
-        if minus is not None:
-            values -= tl.load(minus + row * minus_stride + column, mask=inside, other=0.0).to(dtype)
-        if minus_row is not None:
-            values -= tl.load(minus_row + column, mask=inside, other=0.0).to(dtype)
-        total += tl.sum(values * values, 0)
-    tl.store(squares + row, total)
-
-
-@triton.jit
 def _chunk(new, old, offset, first, vocabulary, old_width, BLOCK: tl.constexpr):
     """Columns, logits of both policies (-inf beyond their widths) and the log-ratio less the anchor's.
 

@@ -67,12 +67,13 @@ def linear_log_probs(
         logits = softcap * tanh(logit_scale * raw / softcap) / temperature     # softcap optional
         log_probs = logits.log_softmax(-1).gather(-1, ids)
 
-    Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them; a batch
-    that has no more keeps them from the forward pass to the backward pass, which then spares a product) and
-    a few blocks that fit its cache. An accelerator holds the logits of 1024 tokens (of more if 2^24 are
-    more): with the Triton kernels, their gradient beside them if it is in half precision; without, up to
-    five times as much. A half-precision head is widened 4096 rows at a time, or not at all where the
-    accelerator multiplies it as it is; its gradient is summed in float32.
+    Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them; a
+    batch that has no more keeps them from the forward pass to the backward pass, which then spares a
+    product) and a few blocks that fit its cache. An accelerator holds the logits of at least 1024 tokens
+    (more if 2^24 are more, or a 64th of a GPU's memory, up to 4096 tokens): with the Triton kernels, their
+    gradient beside them if it is in half precision; without, up to five times as much. A half-precision
+    head is widened 4096 rows at a time, or not at all where the accelerator multiplies it as it is; its
+    gradient is summed in float32.
 
     Gradients flow to `hidden`, `weight` and `bias` from everything but `top_ids`;
     a frozen head costs nothing in the backward pass, nor do rows without incoming gradient.

@@ -126,7 +126,7 @@ class PolicyPair:
         heads = [head for head in (self.weight, self.old.weight) if head is not None]
         if not self.kernels or any(head.stride(1) != 1 for head in heads):
             return _largest_row
-        from tether.ops.dense_rows_triton import largest_row
+        from tether.ops.rows_triton import largest_row
 
         return largest_row
 

@@ -18,6 +18,7 @@ from tether.ops.rows_triton_kernels import (
     reduce_kernel,
     scatter_kernel,
     select_kernel,
+    square_norm_kernel,
 )
 from tether.ops.top_k import top_k_by_groups
 
@@ -91,6 +92,18 @@ def gradient_of_kept(
         if upstream.gathered:
             scatter_kernel[grid](grad, ids, at_ids, vocabulary, real, slots, BLOCK=_BLOCK_IDS, num_warps=1)
     return grad
+
+
+def largest_row(weight: Tensor, minus: Tensor | None = None, minus_row: Tensor | None = None) -> Tensor:
+    """The largest norm of a row of ``weight - minus - minus_row``; `policy_pair.py` has the reference."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    squares = weight.new_empty(len(weight), dtype=dtype)
+    with torch.cuda.device_of(weight):
+        square_norm_kernel[(len(weight),)](
+            weight, minus, minus_row, squares, weight.shape[1], weight.stride(0),
+            0 if minus is None else minus.stride(0), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return squares.amax().double().sqrt()
 
 
 def _select(head: Head, raw: Tensor, bias: Tensor | None, maxima: Tensor, group: int, out: Reduced) -> None:
