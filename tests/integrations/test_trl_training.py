@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import tether
 from tether.errors import TetherWarning
+from tether.integrations import exact_head
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_evaluation import Evaluation
 from tether.projection import SparseLogProbs, project_sparse
@@ -54,18 +55,19 @@ def test_gradient_checkpointing_changes_nothing(
     assert losses[0] == pytest.approx(losses[1], abs=rounding.logged["loss"])
 
 
-@pytest.mark.parametrize("precision", ["model", "autocast"])
+@pytest.mark.parametrize("precision", ["model", "autocast", "autocast, matrix units"])
 def test_bfloat16_trains_with_the_projection_on_its_bound(
-    make_trainer: Callable[..., Any], precision: str
+    make_trainer: Callable[..., Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The projected distribution's divergence, summed by hand in float64 over the support."""
     bound = 0.02
+    monkeypatch.setattr(exact_head, "has_matrix_units", lambda _: "matrix units" in precision)
     model = make_tiny_model()
     trainer = make_trainer(
         TROLLTrainer,
         TROLLConfig,
         model=model.to(torch.bfloat16) if precision == "model" else model,
-        bf16=precision == "autocast",
+        bf16=precision != "model",
         troll_kl_bound=bound,
         troll_support="bucket",
     )
@@ -96,17 +98,36 @@ def test_bfloat16_trains_with_the_projection_on_its_bound(
     assert _steps(trainer)[0]["trust_region/kl_max"] < 1e-5, "the same weights scored twice must agree"
 
 
-@pytest.mark.parametrize("precision", ["model", "autocast"])
-def test_bfloat16_trains_on_the_whole_vocabulary(train: Callable[..., Any], precision: str) -> None:
+@pytest.mark.parametrize("precision", ["model", "autocast", "autocast, matrix units"])
+def test_bfloat16_trains_on_the_whole_vocabulary(
+    train: Callable[..., Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_head, "has_matrix_units", lambda _: "matrix units" in precision)
     model = make_tiny_model()
     trainer = train(
-        TROLLTrainer, TROLLConfig, troll_kl_bound=0.02, bf16=precision == "autocast",
+        TROLLTrainer, TROLLConfig, troll_kl_bound=0.02, bf16=precision != "model",
         model=model.to(torch.bfloat16) if precision == "model" else model,
     )  # fmt: skip
     rows = _steps(trainer)
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert [rows[i]["trust_region/certified"] for i in (0, 4)] == [1.0, 1.0], "scored twice, the same weights"
     assert max(row["trust_region/projected"] for row in rows) > 0.1
+
+
+def test_under_autocast_a_gpu_multiplies_the_head_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
+
+    def dtypes(*given: torch.Tensor) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in exact_head.as_multiplied(*given)}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dtypes(hidden, weight) == {torch.float32}  # here is none
+        monkeypatch.setattr(exact_head, "has_matrix_units", lambda _: True)
+        assert dtypes(hidden, weight) == {torch.bfloat16}
+        assert dtypes(hidden, weight[:0]) == {torch.float32}, "sharded at rest: gathered when it is used"
+        (gradient,) = torch.autograd.grad(exact_head.as_multiplied(hidden, weight)[1].sum(), weight)
+    assert gradient.dtype == torch.float32
+    assert dtypes(hidden, weight) == {torch.float32}
 
 
 def test_resuming_at_the_end_of_a_batch_of_rollouts_gives_the_same_course(

@@ -19,6 +19,24 @@ from tether.projection import ProjectedTokens, SparseLogProbs
 from tether.settings import Region
 
 
+def as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and head as the head's own forward would multiply them: in autocast's precision on a GPU.
+
+    The logits are float32 all the same. In float32 the products would use none of a GPU's matrix units and
+    take ten times as long. A processor multiplies what it is given, and so does a GPU where the head is
+    sharded at rest and empty here (ZeRO-3).
+    """
+    if not (has_matrix_units(hidden) and torch.is_autocast_enabled(hidden.device.type) and weight.numel()):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def has_matrix_units(tensor: Tensor) -> bool:
+    """Whether it lies where half precision is multiplied many times as fast as float32."""
+    return tensor.is_cuda
+
+
 @dataclass(frozen=True)
 class HeadSnapshot:
     """The LM head of the policy that gathered the data, where it has been trained since."""
@@ -54,6 +72,11 @@ class OldTokens:
             self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region,
             self.only_kl,
         )  # fmt: skip
+
+    def hidden_beside(self, new: Tensor) -> Tensor:
+        """Hidden states where the new policy's are; in half precision if they are: that is what they had when
+        they were recorded, and outputs of a model under autocast are widened."""
+        return self.hidden.to(new.device, new.dtype if has_matrix_units(new) else None)
 
     def gathered_head(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of the old head, gathered by every process, whether or not its rows need them."""
@@ -103,10 +126,11 @@ def evaluate_exactly(
 ) -> ProjectedTokens:
     """The trust region at the rows [N, D] of a batch's tokens `at` those rows and positions of `old`."""
     old_weight, old_bias = old.gathered_head(weight.dtype)
+    old_hidden = old.hidden_beside(hidden)[at]
     at_hand = functools.partial(weights_at_hand, weight, bias)
     if old.only_kl:
         kl = linear_kl(
-            hidden, weight, old.hidden[at].to(hidden.device), bias=bias, old_weight=old_weight,
+            hidden, weight, old_hidden, bias=bias, old_weight=old_weight,
             old_bias=old_bias, weights_at_hand=at_hand, **transform,
         )  # fmt: skip
         return _measured(kl)
@@ -114,7 +138,7 @@ def evaluate_exactly(
         hidden,
         weight,
         sampled,
-        old.hidden[at].to(hidden.device),
+        old_hidden,
         kl_bound=old.kl_bound,
         bias=bias,
         old_weight=old_weight,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import TetherError
-from tether.integrations.exact_head import OldTokens, whole
+from tether.integrations.exact_head import OldTokens, as_multiplied, whole
 from tether.losses import linear_policy_loss
 from tether.losses.linear import LinearPolicyLoss, Objective, Reach
 from tether.ops import HiddenStates
@@ -75,7 +75,8 @@ def evaluate_loss(
             f"A policy loss of {rows} sequences was to be computed in a forward pass of {hidden.shape[0]}. "
             "An override of _get_per_token_logps_and_entropies must not split the batch of an update."
         )
-    weight, bias = whole(lm_head.weight), None if lm_head.bias is None else whole(lm_head.bias)
+    hidden, weight = as_multiplied(hidden, whole(lm_head.weight))
+    bias = None if lm_head.bias is None else whole(lm_head.bias)
     head = replace(head, weights_at_hand=functools.partial(weights_at_hand, weight, bias))
     # The objective is no part of the model: what a trainer computes outside of it is not autocast either.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -84,7 +85,7 @@ def evaluate_loss(
             HiddenStates(hidden[:, -tokens:], weight, bias, head=head),
             labels[:, -tokens:],
             counted[:, -tokens:],
-            old=_old_policy(wanted.old, weight, hidden.device),
+            old=_old_policy(wanted.old, weight, hidden),
             old_log_probs=wanted.old_log_probs,
             kl_bound=wanted.kl_bound,
             depends_on=wanted.depends_on,
@@ -92,9 +93,9 @@ def evaluate_loss(
 
 
 def _old_policy(
-    old: OldTokens | SparseLogProbs, weight: Tensor, device: torch.device
+    old: OldTokens | SparseLogProbs, weight: Tensor, hidden: Tensor
 ) -> HiddenStates | SparseLogProbs:
     if isinstance(old, SparseLogProbs):
         return old
     old_weight, old_bias = old.gathered_head(weight.dtype)
-    return HiddenStates(old.hidden.to(device), old_weight, old_bias, old.support)
+    return HiddenStates(old.hidden_beside(hidden), old_weight, old_bias, old.support)

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from tether.integrations.exact_head import (
     OldTokens,
+    as_multiplied,
     evaluate_exactly,
     evaluate_on_support,
     head_transform,
@@ -180,7 +181,8 @@ class _Rows:
         rows, positions = counted.nonzero(as_tuple=True)
         bias = None if head.bias is None else whole(head.bias)
         sampled = labels[rows, positions]
-        return cls(hidden, counted, (rows, positions), sampled, whole(head.weight), bias, weights_at_hand)
+        hidden, weight = as_multiplied(hidden, whole(head.weight))
+        return cls(hidden, counted, (rows, positions), sampled, weight, bias, weights_at_hand)
 
     def projected(self, old: OldTokens, head: Head) -> dict[str, Tensor | None]:
         """Compared with the old policy over the whole vocabulary, and projected."""

@@ -292,8 +292,9 @@ def gradient_of_block(
     needed = acts.nonzero().squeeze(-1)
     old = pair.old_logits(block[needed]) if needed.numel() else None
     own, upstream = arrived.own.at(block), arrived.projected.at(block)
-    inside = logits[:, : pair.vocabulary], grad[:, : pair.vocabulary]
-    _dense_rows(pair).to_gradient(pair.head, *inside, own, old, acts, ids[block], upstream, kl_bound)
+    inside = logits[:, : pair.vocabulary]
+    out = inside if grad is logits else grad[:, : pair.vocabulary]
+    _dense_rows(pair).to_gradient(pair.head, inside, out, own, old, acts, ids[block], upstream, kl_bound)
     grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
     return grad
 
