@@ -58,7 +58,7 @@ def make_plan(*, dry: bool, model: str | None) -> Plan:
         kernel_tests=_KERNEL_TESTS,
         bench=("main_shapes", "old_policy", "root_search", "near_uniform", "memory"), bench_seconds=690,
         training={
-            "task": "gsm8k", "steps": 12, "updates_per_rollout": 4, "prompts_per_rollout": 16,
+            "task": "gsm8k", "steps": 20, "updates_per_rollout": 4, "prompts_per_rollout": 16,
             "responses_per_prompt": 8, "max_response_tokens": 128, "learning_rate": 5e-6,
             "mixed_precision": True,
         },

@@ -1,4 +1,4 @@
-"""Twelve steps of a small language model with TROLL and with the clip, and a few with vLLM colocated."""
+"""Twenty steps of a small language model with TROLL and with the clip, and a few with vLLM colocated."""
 
 from __future__ import annotations
 
