@@ -37,6 +37,12 @@ def has_matrix_units(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def beside(new: Tensor, old: Tensor) -> Tensor:
+    """Old hidden states where the new policy's are; in half precision if they are: that is what they had when
+    they were recorded, and outputs of a model under autocast are widened."""
+    return old.to(new.device, new.dtype if has_matrix_units(new) else None)
+
+
 @dataclass(frozen=True)
 class HeadSnapshot:
     """The LM head of the policy that gathered the data, where it has been trained since."""
@@ -72,11 +78,6 @@ class OldTokens:
             self.hidden[rows], self.support[rows], self.mask[rows], self.head, self.kl_bound, self.region,
             self.only_kl,
         )  # fmt: skip
-
-    def hidden_beside(self, new: Tensor) -> Tensor:
-        """Hidden states where the new policy's are; in half precision if they are: that is what they had when
-        they were recorded, and outputs of a model under autocast are widened."""
-        return self.hidden.to(new.device, new.dtype if has_matrix_units(new) else None)
 
     def gathered_head(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of the old head, gathered by every process, whether or not its rows need them."""
@@ -126,7 +127,7 @@ def evaluate_exactly(
 ) -> ProjectedTokens:
     """The trust region at the rows [N, D] of a batch's tokens `at` those rows and positions of `old`."""
     old_weight, old_bias = old.gathered_head(weight.dtype)
-    old_hidden = old.hidden_beside(hidden)[at]
+    old_hidden = beside(hidden, old.hidden[at])
     at_hand = functools.partial(weights_at_hand, weight, bias)
     if old.only_kl:
         kl = linear_kl(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import TetherError
-from tether.integrations.exact_head import OldTokens, as_multiplied, whole
+from tether.integrations.exact_head import OldTokens, as_multiplied, beside, whole
 from tether.losses import linear_policy_loss
 from tether.losses.linear import LinearPolicyLoss, Objective, Reach
 from tether.ops import HiddenStates
@@ -98,4 +98,4 @@ def _old_policy(
     if isinstance(old, SparseLogProbs):
         return old
     old_weight, old_bias = old.gathered_head(weight.dtype)
-    return HiddenStates(old.hidden_beside(hidden), old_weight, old_bias, old.support)
+    return HiddenStates(beside(hidden, old.hidden), old_weight, old_bias, old.support)

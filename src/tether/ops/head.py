@@ -112,14 +112,16 @@ def add_weight_gradient(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 def gradient_dtype(hidden: Tensor, weight: Tensor, otherwise: torch.dtype) -> torch.dtype:
     """Precision in which the kernels hand the logits' gradient to the library's products: half if both of
     their other inputs are, which an accelerator multiplies ten times as fast."""
-    halves = hidden.dtype == weight.dtype and hidden.dtype in (torch.float16, torch.bfloat16)
-    return hidden.dtype if halves else otherwise
+    return hidden.dtype if _both_half(hidden, weight) else otherwise
 
 
 def _tensor_cores_take(first: Tensor, second: Tensor) -> bool:
     """Whether the library multiplies these as they are and adds up in float32."""
-    halves = (torch.bfloat16, torch.float16)
-    return first.is_cuda and first.dtype == second.dtype and first.dtype in halves
+    return first.is_cuda and _both_half(first, second)
+
+
+def _both_half(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.dtype in (torch.bfloat16, torch.float16)
 
 
 class HeadGradients:

@@ -284,10 +284,8 @@ def gradient_of_block(
 ) -> Tensor:
     """Gradient that reaches the head's raw output, [n, V]; in place of the logits but for half precision."""
     logits = pair.new_logits(block)
-    grad = logits
-    if pair.kernels:
-        dtype = gradient_dtype(pair.hidden, pair.weight, logits.dtype)
-        grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
+    dtype = gradient_dtype(pair.hidden, pair.weight, logits.dtype) if pair.kernels else logits.dtype
+    grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
     acts = arrived.projected.acts[block]
     needed = acts.nonzero().squeeze(-1)
     old = pair.old_logits(block[needed]) if needed.numel() else None
