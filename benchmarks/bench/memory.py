@@ -27,6 +27,7 @@ CONTESTANTS = {
     "clip": contestants.tether_clip,
     "TROLL": contestants.tether_troll,
     "TROLL in one pass": contestants.fused_troll,
+    "exact in one pass": contestants.fused_exact,
     "paper-style": contestants.paper_style_troll,
     "TRL clip": contestants.trl_clip,
     "Liger clip": contestants.liger_clip,

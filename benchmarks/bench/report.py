@@ -17,22 +17,34 @@ _COLUMNS = ("bar", "ours / against", "where", "ratio", "95 %", "bar at", "verdic
 
 
 def write(
-    section: str, findings: Sequence[Finding], device: torch.device, folder: Path, command: str
+    section: str,
+    findings: Sequence[Finding],
+    device: torch.device,
+    folder: Path,
+    command: str,
+    *,
+    others_stay: bool = False,
 ) -> list[Path]:
     """Put a section's findings into `<device>.json` and `<device>.md`, in the place of what was there before.
 
-    Each file is written to a temporary name first. What other sections found stays.
+    Each file is written to a temporary name first. What other sections found stays; with `others_stay`, what
+    this one found elsewhere (with another LM head) as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{device.type}.json"
     sections = json.loads(target.read_text(encoding="utf-8"))["sections"] if target.exists() else {}
+    entries = [_as_json(finding, device.type) for finding in findings]
+    if others_stay:
+        measured = {(entry["ours"], entry["against"], entry["where"]) for entry in entries}
+        before = sections.get(section, {"findings": []})["findings"]
+        entries = [e for e in before if (e["ours"], e["against"], e["where"]) not in measured] + entries
     sections[section] = {
         "command": command,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "clock": "processor time" if device.type == "cpu" else "wall time, queue emptied",
-        "findings": [_as_json(finding, device.type) for finding in findings],
+        "findings": entries,
     }
     every = [_from_json(entry) for part in sections.values() for entry in part["findings"]]
     return [

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from benchmarks.bench import bars, contestants, correctness
 from benchmarks.bench.bars import Bar, Finding
 from benchmarks.bench.memory import peak_bytes
-from benchmarks.bench.shapes import EMBEDDED, GPU, SMALL, SMALL_LONG, TINY
+from benchmarks.bench.shapes import EMBEDDED, SMALL, SMALL_LONG, TINY
 from benchmarks.bench.timing import Ratio, Times, ratio, run_in_turns
 from benchmarks.bench.workload import Regime, Shape, Workload, make_workloads
 
 from benchmarks import projection
 
 Findings = list[Finding | None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """On which device, how small, and which of a GPU's LM heads."""
+
+    device: torch.device
+    quick: bool
+    heads: Sequence[Shape]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
 
 CHECKS = {
     "clip": (contestants.tether_clip, correctness.dense_clip),
@@ -34,16 +48,16 @@ RIVALS = ("paper-style", "TRL clip", "Liger clip")
 RATES = (0.0, 0.001, 0.01, 0.1, 1.0)
 FEW, ALL = 0.001, 1.0
 _SAME_LOSS = (("clip", "TRL clip"), ("clip in one pass", "Liger clip"), ("TROLL in one pass", "paper-style"))
-MEMORY_OF = ("TROLL", "TROLL in one pass", "clip", "paper-style", "Liger clip")
+MEMORY_OF = ("TROLL", "TROLL in one pass", "exact in one pass", "clip", "paper-style", "Liger clip")
 
 
-def main_shapes(device: torch.device, quick: bool) -> Findings:
+def main_shapes(asked: Asked) -> Findings:
     """Bars 1 to 5 and 8 on peaked rows: every path, at every rate of violations."""
-    if quick:
-        return _heads(TINY, device, turns=1)
-    if device.type == "cpu":
-        return _heads(SMALL, device, turns=5)
-    return [finding for shape in GPU for finding in _heads(shape, device, turns=7)]
+    if asked.quick:
+        return _heads(TINY, asked.device, turns=1)
+    if asked.on_cpu:
+        return _heads(SMALL, asked.device, turns=5)
+    return [finding for shape in asked.heads for finding in _heads(shape, asked.device, turns=7)]
 
 
 def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
@@ -97,10 +111,11 @@ def _heads(shape: Shape, device: torch.device, turns: int) -> Findings:
     ]
 
 
-def long_batch(device: torch.device, quick: bool) -> Findings:
+def long_batch(asked: Asked) -> Findings:
     """More tokens than the workspace holds: the backward pass forms the logits again."""
-    if quick or device.type != "cpu":
+    if asked.quick or not asked.on_cpu:
         return []
+    device = asked.device
     work = make_workloads(SMALL_LONG, "peaked", (FEW,), device)[FEW]
     one_pass = ("clip in one pass", "TROLL in one pass", "exact in one pass")
     names = ("clip", "TROLL", "paper-style", "Liger clip", "TROLL exact", *one_pass)
@@ -117,20 +132,20 @@ def long_batch(device: torch.device, quick: bool) -> Findings:
     ]
 
 
-def near_uniform(device: torch.device, quick: bool) -> Findings:
+def near_uniform(asked: Asked) -> Findings:
     """Rows on which every id is about as likely: the support holds next to nothing."""
-    shape = TINY if quick else SMALL if device.type == "cpu" else GPU[0]
-    work = make_workloads(shape, "uniform", (FEW, ALL), device)
+    shape = TINY if asked.quick else SMALL if asked.on_cpu else asked.heads[0]
+    work = make_workloads(shape, "uniform", (FEW, ALL), asked.device)
     _check(work, f"{shape.name}, near-uniform")
-    return _troll_and_exact(shape, "uniform", work, 1 if quick else 4, device)
+    return _troll_and_exact(shape, "uniform", work, 1 if asked.quick else 4, asked.device)
 
 
-def embedded_shape(device: torch.device, quick: bool) -> Findings:
+def embedded_shape(asked: Asked) -> Findings:
     """The embedded model's head is so small that the projection is not small beside it: no bar, a report."""
-    if quick:
+    if asked.quick:
         return []
-    work = make_workloads(EMBEDDED, "peaked", (FEW, ALL), device)
-    findings = _troll_and_exact(EMBEDDED, "peaked", work, 9, device)
+    work = make_workloads(EMBEDDED, "peaked", (FEW, ALL), asked.device)
+    findings = _troll_and_exact(EMBEDDED, "peaked", work, 9, asked.device)
     return [finding and replace(finding, bar=None) for finding in findings]
 
 
@@ -156,18 +171,18 @@ def _troll_and_exact(
     ]
 
 
-def old_policy(device: torch.device, quick: bool) -> Findings:
+def old_policy(asked: Asked) -> Findings:
     """Bar 3: what it costs to keep the most likely ids while the old policy is scored."""
     findings = []
-    for shape in (TINY,) if quick else (SMALL,) if device.type == "cpu" else GPU:
-        work = make_workloads(shape, "peaked", (0.0,), device)[0.0]
+    for shape in (TINY,) if asked.quick else (SMALL,) if asked.on_cpu else asked.heads:
+        work = make_workloads(shape, "peaked", (0.0,), asked.device)[0.0]
         times = run_in_turns(
             {
                 "with top-K": contestants.old_policy_pass(work, with_support=True),
                 "plain": contestants.old_policy_pass(work, with_support=False),
                 "plain again": contestants.old_policy_pass(work, with_support=False),
             },
-            1 if quick else 11, device,
+            1 if asked.quick else 11, asked.device,
         )  # fmt: skip
         where = _where(shape, "peaked", None)
         findings += [
@@ -177,12 +192,12 @@ def old_policy(device: torch.device, quick: bool) -> Findings:
     return findings
 
 
-def root_search(device: torch.device, quick: bool) -> Findings:
+def root_search(asked: Asked) -> Findings:
     """Bar 6: the projection against the papers' search, as published and stopping early."""
     findings = []
-    shapes = [projection.Shape("tiny", 300, 65, 1.0)] if quick else projection.SHAPES
+    shapes = [projection.Shape("tiny", 300, 65, 1.0)] if asked.quick else projection.SHAPES
     for shape in shapes:
-        new, old = (rows.to(device) for rows in projection.make_rows(shape))
+        new, old = (rows.to(asked.device) for rows in projection.make_rows(shape))
         projection.check(new, old)
         methods = {
             "Newton": projection.by_newton,
@@ -191,7 +206,7 @@ def root_search(device: torch.device, quick: bool) -> Findings:
             "Newton again": projection.by_newton,
         }
         running = {name: functools.partial(method, new, old) for name, method in methods.items()}
-        times = run_in_turns(running, 1 if quick else 3, device)
+        times = run_in_turns(running, 1 if asked.quick else 3, asked.device)
         bar = bars.BRACKETING if shape.violating == 1.0 else None
         findings += [
             _finding(times, "Newton", "published", shape.name, bar),
@@ -201,34 +216,33 @@ def root_search(device: torch.device, quick: bool) -> Findings:
     return findings
 
 
-def memory(device: torch.device, quick: bool) -> Findings:
+def memory(asked: Asked) -> Findings:
     """Bar 5's other half: peaks in processes of their own."""
-    if device.type == "cpu":
-        names = ["cpu tiny" if quick else "cpu"]
-    else:
-        names = [f"gpu {shape.name}" for shape in GPU]
+    shapes = {f"gpu {shape.name}": shape for shape in asked.heads}
+    if asked.on_cpu:
+        shapes = {"cpu tiny": TINY} if asked.quick else {"cpu": SMALL_LONG}
     findings = []
-    for name in names:
+    for name, shape in shapes.items():
         measured = {c: peak_bytes(c, name) for c in MEMORY_OF}
         peaks = {contestant: float(peak) for contestant, peak in measured.items() if peak is not None}
-        shape = TINY if quick else SMALL_LONG if device.type == "cpu" else GPU[names.index(name)]
         where = f"{shape.name}, {shape.tokens} tokens"
         findings += [
             _memory_finding(peaks, "TROLL", "paper-style", where),
             _memory_finding(peaks, "TROLL in one pass", "paper-style", where, bars.PAPER_MEMORY),
             _memory_finding(peaks, "TROLL", "clip", where),
+            _memory_finding(peaks, "exact in one pass", "TROLL in one pass", where),
             _memory_finding(peaks, "clip", "Liger clip", where),
         ]
     return findings
 
 
-def training_step(device: torch.device, quick: bool) -> Findings:
+def training_step(asked: Asked) -> Findings:
     """Bar 7: the whole training step, through the real trainers."""
     from benchmarks.bench import training_step as training
 
-    if quick:
+    if asked.quick:
         return []
-    times = training.run_in_turns(4, 1, device)
+    times = training.run_in_turns(4, 1, asked.device)
     where = "512 responses, then 8 updates of 64"
     return [
         _finding(times, "clip", "clip again", f"{where} (A/A, the noise)"),

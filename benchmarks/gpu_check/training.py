@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import statistics
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from benchmarks.gpu_check.outcome import Figure, NotHere
 from benchmarks.gpu_check.plan import Plan
-from benchmarks.smollm2_cost import word_problems
 
 from tether.llm.config import TrainConfig
 from tether.llm.train import train
@@ -41,6 +39,7 @@ def run(plan: Plan) -> list[Figure]:
     lines = {region: _train(plan, model, method=region) for region in ("clip", "troll")}
     steps = plan.training["steps"]
     figures = [*_completed(lines["clip"], steps, "clip: "), *_completed(lines["troll"], steps, "TROLL: ")]
+    figures.append(_moved(plan, lines["troll"]))
     figures += _inside(plan, lines["troll"])
     for name, measure, bar in (
         ("seconds of an update", _seconds, _STEP_BAR),
@@ -69,6 +68,12 @@ def run_with_vllm(plan: Plan) -> list[Figure]:
 def _completed(lines: list[dict[str, Any]], steps: int, whose: str = "") -> Iterator[Figure]:
     finite = sum(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
     yield Figure(f"{whose}steps with finite loss and gradient", finite, steps, least=True)
+
+
+def _moved(plan: Plan, lines: list[dict[str, Any]]) -> Figure:
+    """Without a response that earned more than another there is no gradient, and no region to hold."""
+    moved = sum(line["grad_norm"] > 0 for line in lines)
+    return Figure("TROLL: steps with a gradient", moved, None if plan.dry else len(lines) / 2, least=True)
 
 
 def _inside(plan: Plan, lines: list[dict[str, Any]]) -> list[Figure]:
@@ -118,10 +123,6 @@ def _train(plan: Plan, model: str, **changes: Any) -> list[dict[str, Any]]:
             **plan.training, "model": model, "output": Path(folder) / "run", "eval_every": 0,
             "eval_problems": 1, "save_every": 0, "preflight": "off", **changes,
         }  # fmt: skip
-        if settings["task"] == "gsm8k":
-            rows = Path(folder) / "rows.jsonl"
-            rows.write_text("".join(json.dumps(row) + "\n" for row in word_problems()))
-            settings["task_options"] = {"path": str(rows), "require_boxed": False}
         lines = [dict(line) for line in train(TrainConfig(**settings)).metrics()]
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
