@@ -44,6 +44,7 @@ aten = torch.ops.aten
 VALUE, ROWS, TO_HOST, FROM_HOST = "value", "rows", "to host", "from host"
 
 _VALUE = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten._linalg_check_errors, aten.allclose}
+GRADIENT_OF_MASKED_SCATTER = ("gradient:masked_scatter", ROWS)
 # The size of the result is known to the device alone.
 _ROWS = {
     aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount,
@@ -219,6 +220,8 @@ class _OnDevice(TorchDispatchMode):
             self.gpu.note(VALUE)
         elif packet in _ROWS or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
             self.gpu.note(ROWS)
+        elif packet is aten.masked_scatter_backward:  # which runs where no code of ours is on the stack
+            self.gpu.waits[GRADIENT_OF_MASKED_SCATTER] += 1
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor):
                 if leaf.dim():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretend_gpu import FROM_HOST, ROWS, TO_HOST, VALUE, PretendGPU, values_of
+from pretend_gpu import FROM_HOST, GRADIENT_OF_MASKED_SCATTER, ROWS, TO_HOST, VALUE, PretendGPU, values_of
 
 HERE = "test_pretend_gpu"
 
@@ -58,6 +58,13 @@ def test_what_makes_the_host_wait_is_counted(code: Callable[[Tensor], object], w
     with PretendGPU() as gpu:
         code(gpu.put(torch.randn(4, 4)))
     assert gpu.waits == {(HERE, cause): count for cause, count in waits.items()}
+
+
+def test_a_gradient_that_makes_the_host_wait_counts_as_ours() -> None:
+    with PretendGPU() as gpu:
+        x = gpu.put(torch.randn(4, 4)).requires_grad_()
+        (x * 2).masked_scatter(x > 0, x * 3).sum().backward()
+    assert gpu.ours() == {GRADIENT_OF_MASKED_SCATTER: 1}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tether.losses import ProjectedTokens, project_tokens, troll_objective
 from tether.ops.checks import check_ids
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
+from tether.projection.tokens import put_back
 from tether.settings import SparseSupport, TROLLSettings, check_choice
 
 
@@ -141,7 +142,7 @@ def project_on_old_policy(
         support=support,
         region="token" if sequence_lengths is None else "sequence",
     )
-    return tokens.each(lambda values: values[layout.mask])
+    return tokens.each(layout.flatten)
 
 
 def troll_token_losses(
@@ -219,6 +220,8 @@ class TokenLayout:
     def __init__(self, count: int, lengths: Tensor | None, device: torch.device) -> None:
         if lengths is None:
             self.mask = torch.ones((1, count), dtype=torch.bool, device=device)
+            places = torch.arange(count, device=device)
+            self.at: tuple[Tensor, ...] = (torch.zeros_like(places), places)
             return
         if lengths.dim() != 1 or int(lengths.sum()) != count or bool((lengths < 0).any()):
             raise InvalidInputError(
@@ -227,13 +230,18 @@ class TokenLayout:
             )
         longest = int(lengths.max()) if lengths.numel() else 0
         self.mask = torch.arange(longest, device=device) < lengths.to(device)[:, None]
+        self.at = self.mask.nonzero(as_tuple=True)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[N, ...] to [B, T, ...], zeros where there is no token."""
-        if self.mask.shape[0] == 1 and self.mask.shape[1] == rows.shape[0]:
-            return rows[None]
-        padded = rows.new_zeros((*self.mask.shape, *rows.shape[1:]))
-        return padded.masked_scatter(self.mask.view(*self.mask.shape, *[1] * (rows.dim() - 1)), rows)
+        return rows[None] if self._one_row() else put_back(rows, self.at, self.mask.shape)
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """[B, T, ...] back to [N, ...]."""
+        return values[0] if self._one_row() else values[self.at]
+
+    def _one_row(self) -> bool:
+        return self.mask.shape[0] == 1 and self.mask.shape[1] == len(self.at[0])
 
     def pad_distribution(self, distribution: SparseLogProbs) -> SparseLogProbs:
         least = distribution.log_tail_min

@@ -32,7 +32,7 @@ from tether.losses.linear import LinearPolicyLoss
 from tether.ops.head import Head
 from tether.projection.sampled import renormalise
 from tether.projection.sparse import EMPTY, SparseLogProbs
-from tether.projection.tokens import ProjectedTokens
+from tether.projection.tokens import ProjectedTokens, put_back
 
 IGNORED_LABEL = -100
 
@@ -224,9 +224,7 @@ class _Rows:
         return rows, positions - (self.counted.shape[1] - tokens)
 
     def _spread(self, rows: Tensor, fill: float) -> Tensor:
-        """Put rows [N, ...] at their positions; keeps the graph even without any row."""
-        mask = self.counted.view(*self.counted.shape, *[1] * (rows.dim() - 1))
-        return rows.new_full((*self.counted.shape, *rows.shape[1:]), fill).masked_scatter(mask, rows)
+        return put_back(rows, self.at, self.counted.shape, fill)
 
 
 def _before_labels(hidden: Tensor, labels: Tensor, lm_head: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from tether.ops.token_state import DIFFERENTIABLE, TokenState
 from tether.projection.backend import Backend
 from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
-from tether.projection.tokens import ProjectedTokens
+from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import TROLLSettings, check_choice, check_kl_bound
 
 Objective = Callable[[ProjectedTokens], PolicyLoss]
@@ -153,7 +153,7 @@ class _Rows:
         self.counted, self.kl_bound, self.backend = counted, kl_bound, backend
         # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
         at = counted.nonzero(as_tuple=True)
-        self._positions = at[0] * counted.shape[1] + at[1]
+        self._at = at
         self.new = replace(new, hidden=new.hidden[at])
         self.ids = signed(ids)[at]
         self.count = self.ids.shape[0]
@@ -239,10 +239,7 @@ class _Rows:
 
     def batched(self, tokens: ProjectedTokens) -> ProjectedTokens:
         """[N] -> [B, T]; zero where nothing counts."""
-        size, shape = self.counted.numel(), self.counted.shape
-        return tokens.each(
-            lambda value: value.new_zeros(size).index_copy(0, self._positions, value).view(shape)
-        )
+        return tokens.each(lambda values: put_back(values, self._at, self.counted.shape))
 
 
 class _Course:

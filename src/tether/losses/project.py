@@ -24,7 +24,7 @@ from tether.projection import (
 from tether.projection.sampled import SampledPolicy
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
-from tether.projection.tokens import ProjectedTokens
+from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import Region, SparseSupport, TROLLSettings
 
 Policy = Tensor | SparseLogProbs | HiddenStates
@@ -157,11 +157,7 @@ def _project_hidden_states(
         vocabulary_size=new.head.vocabulary_size,
         weights_at_hand=new.head.weights_at_hand,
     )
-
-    def put_back(values: Tensor) -> Tensor:
-        return torch.zeros_like(counted, dtype=values.dtype).masked_scatter(counted, values)
-
-    tokens = rows.each(put_back)
+    tokens = rows.each(lambda values: put_back(values, at, counted.shape))
     return tokens if old_log_probs is None else replace(tokens, old_log_probs=old_log_probs)
 
 

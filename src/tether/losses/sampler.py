@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from tether.ops.checks import check_ids
 from tether.ops.hidden_states import HiddenStates
 from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
-from tether.projection.tokens import ProjectedTokens
+from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import LagBound, Region, is_number
 
 Bound = float | Tensor | LagBound
@@ -43,18 +44,15 @@ def seen_by_sampler(
 
 def _at_reported_ids(new: Tensor | HiddenStates, ids: Tensor, counted: Tensor) -> SparseLogProbs:
     """Of the tokens that count alone: under a zero mask, a distribution may hold anything."""
+    at = counted.nonzero(as_tuple=True)
     if isinstance(new, Tensor):
         check_ids(ids, new.shape[-1])
-        few = SparseLogProbs.at_ids(new[counted], ids[counted])
+        few = SparseLogProbs.at_ids(new[at], ids[at])
     else:
-        few = _of_hidden_states(new, new.hidden[counted], ids[counted])
-
-    def spread(values: Tensor, fill: float) -> Tensor:
-        whole = values.new_full((*counted.shape, *values.shape[1:]), fill)
-        return whole.masked_scatter(counted.view(*counted.shape, *[1] * (values.dim() - 1)), values)
-
-    least = None if few.log_tail_min is None else spread(few.log_tail_min, 0.0)
-    return SparseLogProbs(ids, spread(few.log_probs, -torch.inf), spread(few.log_tail, 0.0), least)
+        few = _of_hidden_states(new, new.hidden[at], ids[at])
+    spread = functools.partial(put_back, at=at, shape=counted.shape)
+    least = None if few.log_tail_min is None else spread(few.log_tail_min)
+    return SparseLogProbs(ids, spread(few.log_probs, fill=-torch.inf), spread(few.log_tail), least)
 
 
 def _of_hidden_states(new: HiddenStates, hidden: Tensor, ids: Tensor) -> SparseLogProbs:
@@ -202,14 +200,16 @@ def _project_some(
         return project(*policies, response_ids, chosen, log_probs=log_probs, old_log_probs=old_log_probs,
                        kl_bound=kl_bound)  # fmt: skip
 
+    at = chosen.nonzero(as_tuple=True)
+
     def pick(values: Any) -> Any:
-        return None if values is None else values[chosen][None]
+        return None if values is None else values[at][None]
 
     few = project(
         *(pick(policy) for policy in policies), pick(response_ids), torch.ones_like(pick(response_ids)),
         log_probs=pick(log_probs), old_log_probs=pick(old_log_probs), kl_bound=kl_bound,
     )  # fmt: skip
-    return few.each(lambda values: values.new_zeros(chosen.shape).masked_scatter(chosen, values[0]))
+    return few.each(lambda values: put_back(values[0], at, chosen.shape))
 
 
 def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+
+def put_back(rows: Tensor, at: tuple[Tensor, ...], shape: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Rows [N, ...] at their places `at` in [*shape, ...], `fill` elsewhere; of no row, the graph stays.
+
+    `masked_scatter` would do, but its gradient makes an accelerator's host wait: the mask decides its size.
+    """
+    return rows.new_full((*shape, *rows.shape[1:]), fill).index_put(at, rows)
 
 
 @dataclass(frozen=True, kw_only=True)

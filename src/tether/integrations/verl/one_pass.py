@@ -127,10 +127,9 @@ def loss_in_one_pass(
         new, old, old_log_probs, layout = view.policies(
             rows, tokens, data, fields, tokens.per_sequence if by_sequence else None
         )
-        at = layout.mask.nonzero(as_tuple=True)
         dtype = torch.promote_types(new.hidden.dtype, torch.float32)
         return linear_policy_loss(
-            lambda found: verls(found.each(lambda values: values[at])),
+            lambda found: verls(found.each(layout.flatten)),
             new,
             layout.pad(tokens.sampled_ids),
             layout.mask,

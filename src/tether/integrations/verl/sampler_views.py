@@ -91,7 +91,7 @@ class _AroundSampler:
             log_probs=layout.pad(found[:, 0]), kl_bound=bound(self._settings),
             region=self._settings.troll_region,  # type: ignore[arg-type]
         )  # fmt: skip
-        return projected.each(lambda values: values[layout.mask]), found[:, 0]
+        return projected.each(layout.flatten), found[:, 0]
 
 
 def _wanted(tokens: CountedTokens, old: SampledPolicy) -> Tensor:

@@ -179,7 +179,7 @@ class HiddenView:
             kl_bound=self._settings.troll_kl_bound,
             region=self._settings.troll_region,  # type: ignore[arg-type]
         )
-        projected = projected.each(lambda values: values[layout.mask])
+        projected = projected.each(layout.flatten)
         return projected, projected.new_log_probs
 
     def divergence(self, rows: Tensor, tokens: CountedTokens, data: Any, fields: Mapping[str, Any]) -> Tensor:
