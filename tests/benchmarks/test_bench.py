@@ -126,6 +126,16 @@ def test_a_section_measured_again_replaces_what_it_found_before(tmp_path: Path) 
     assert all("| MISSED |" in row for row in rows)
 
 
+def test_another_head_leaves_what_was_found_with_the_first(tmp_path: Path) -> None:
+    def finding(where: str, median: float) -> Finding:
+        return Finding("a", "b", where, timing.Ratio(median, 1.0, 9.0), 1.0, 2.0)
+
+    report.write("one", [finding("large", 2.0), finding("small", 3.0)], CPU, tmp_path, "all of them")
+    report.write("one", [finding("small", 4.0)], CPU, tmp_path, "--head small", others_stay=True)
+    rows = (tmp_path / "cpu.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[2:4] for row in rows] == [["large", "2.000"], ["small", "4.000"]]
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 def test_peak_memory_is_that_of_the_loss_and_not_of_the_libraries() -> None:
     """Dense TROLL on [64, 1024] holds its logits, their log-softmax and gradients: a quarter MiB each."""

@@ -39,6 +39,15 @@ def test_every_contestant_makes_trls_first_update(contestant: str, trl: list[flo
     assert second != first
 
 
+def test_a_drawn_model_has_its_shape_and_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setitem(step_memory.DRAWN, "small", step_memory.DRAWN["qwen3-0.6b"] | small)
+    model = step_memory.drawn_model("small", tmp_path)
+    found = step_memory.measure(model, "clip, Tether", 32, str(tmp_path / "run"))
+    assert json.loads((model / "config.json").read_text()).items() >= small.items()
+    assert found["losses"][0] == pytest.approx(-found["losses"][1], rel=1e-3)  # halves of one batch
+
+
 def test_a_process_of_its_own_says_what_it_took() -> None:
     found = step_memory.run(embedded_model_path(), "TROLL, exact", 32, limit=8)
     assert 1e6 < found["peak_bytes"] < 1e9
