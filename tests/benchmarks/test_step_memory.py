@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rounding import SUMMED_ANOTHER_WAY, unit_of
 from scripts import load_script
 from tether.llm.models import embedded_model_path
 
@@ -44,8 +45,10 @@ def test_a_drawn_model_has_its_shape_and_trains(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(step_memory.DRAWN, "small", step_memory.DRAWN["qwen3-0.6b"] | small)
     model = step_memory.drawn_model("small", tmp_path)
     found = step_memory.measure(model, "clip, Tether", 32, str(tmp_path / "run"))
+    trls = step_memory.measure(model, step_memory.TRL, 32, str(tmp_path / "trl"))
     assert json.loads((model / "config.json").read_text()).items() >= small.items()
-    assert found["losses"][0] == pytest.approx(-found["losses"][1], rel=1e-3)  # halves of one batch
+    unit = unit_of(found["losses"][0], terms=32)
+    assert found["losses"][0] == pytest.approx(trls["losses"][0], rel=0, abs=SUMMED_ANOTHER_WAY * unit)
 
 
 def test_a_process_of_its_own_says_what_it_took() -> None:

@@ -152,8 +152,7 @@ class _Rows:
     ) -> None:
         self.counted, self.kl_bound, self.backend = counted, kl_bound, backend
         # Positions, found once: each use of the mask itself would make an accelerator's host wait for them.
-        at = counted.nonzero(as_tuple=True)
-        self._at = at
+        self._at = at = counted.nonzero(as_tuple=True)
         self.new = replace(new, hidden=new.hidden[at])
         self.ids = signed(ids)[at]
         self.count = self.ids.shape[0]
