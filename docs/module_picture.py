@@ -36,8 +36,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "episodic": {
         "an algorithm: learner, algorithms, presets, tce, bbrl": (
-            *("episodic.learner", "episodic.algorithms", "episodic.presets", "episodic.on_policy"),
-            *("episodic.off_policy", "episodic.motion_policy"),
+            *("episodic.learner", "episodic.algorithms", "episodic.presets", "episodic.vetted"),
+            *("episodic.on_policy", "episodic.off_policy", "episodic.motion_policy"),
             *("episodic.tce", "episodic.bbrl", "episodic.config"),
         ),
         "motion and networks: prodmp, policy, critic": (

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 
@@ -329,3 +329,12 @@ class OffPolicyConfig(GaussianConfig):
                 f"The replay keeps {self.replay.capacity} episodes, fewer than the {self.episodes} of one "
                 "iteration. Raise replay.capacity or lower episodes."
             )
+
+
+_ConfigT = TypeVar("_ConfigT", bound=EpisodicConfig)
+
+
+def taken_over(config: EpisodicConfig, kind: type[_ConfigT], algo: str) -> _ConfigT:
+    """Settings of another kind, with what both kinds have."""
+    shared = next(base for base in kind.__mro__ if isinstance(config, base))
+    return kind(**{f.name: getattr(config, f.name) for f in dataclasses.fields(shared)} | {"algo": algo})
