@@ -156,7 +156,7 @@ docs: $(VENV)/.docs  ## the documentation site, in build/site; fails on a broken
 
 # Robots at published budgets, in pieces: MINUTES=30 makes half an hour of the queue, the next call goes on;
 # from runs that came with the repository half way, too.
-ROBOTS := robots-long robots-ablation robots-off-policy
+ROBOTS := robots-short robots-long robots-ablation robots-off-policy
 .PHONY: $(ROBOTS)
 $(ROBOTS): robots-%: $(VENV)/.test
 	$(BIN)/python benchmarks/carried_runs.py unpack $*

@@ -249,10 +249,11 @@ def test_runs_of_a_queue_with_other_settings_are_refused_before_anything_runs(
     assert not elsewhere.output.exists()
 
 
-def test_the_kept_runs_of_the_repository_are_those_of_their_queue() -> None:
+@pytest.mark.parametrize("queue", ["long", "short"])
+def test_the_kept_runs_of_the_repository_are_those_of_their_queue(queue: str) -> None:
     results = ROBOTS.parent / "results" / "robots"
-    studies = read_queue(ROBOTS / "long.yaml")
-    table = StudyTable(results / "long.csv", KINDS)
+    studies = read_queue(ROBOTS / f"{queue}.yaml")
+    table = StudyTable(results / f"{queue}.csv", KINDS)
     assert sum(len(table.runs(study.name)) for study in studies) == len(table.select()) >= 6
     check_table(studies, table)
 
