@@ -11,13 +11,12 @@ Runs that have not come as far as the furthest of their task are left out.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tether.episodic.curves import markdown_table, task_name
+from tether.episodic.curves import by_study, markdown_table
 from tether.experiments import StudyTable
 from tether.experiments.run_data import RunData
 from tether.experiments.statistics import difference_interval, permutation_p_value
@@ -35,52 +34,52 @@ def last_quarter(run: RunData, name: str) -> float:
     return float(np.mean([row[name] for row in run.evals[-max(1, len(run.evals) // 4) :]]))
 
 
-def seconds(run: RunData) -> float:
-    """Wall-clock seconds for a thousand environment steps."""
-    return 1000 * run.evals[-1]["time_s"] / run.evals[-1]["env_steps"]
+def steps(run: RunData) -> int:
+    """The environment steps that a run took."""
+    return int(run.evals[-1]["env_steps"])
 
 
 def rows(variants: Variants) -> list[dict[str, str]]:
     """A task's table, the published settings first."""
-    published = variants[PUBLISHED]
-    reference = [last_quarter(run, "return_greedy") for run in published]
+    reference = [last_quarter(run, "return_greedy") for run in variants[PUBLISHED]]
     found = []
     for label, runs in variants.items():
         returns = [last_quarter(run, "return_greedy") for run in runs]
-        change = difference_interval(returns, reference)
+        change, p = difference_interval(returns, reference), permutation_p_value(returns, reference)
+        seconds = np.mean([1000 * run.evals[-1]["time_s"] / steps(run) for run in runs])
+        interval = f"{change.value:+.0f} ({change.low:+.0f} to {change.high:+.0f})"
         found.append({
             "settings": label,
             "seeds": f"{len(runs)}",
-            "steps": f"{min(run.evals[-1]['env_steps'] for run in runs):,}",
-            "success": _each(runs, "success_greedy", ".2f"),
-            "at any step": _each(runs, "success_any_greedy", ".2f"),
+            "steps": f"{steps(runs[0]):,}",
+            "success": _each(runs, "success_greedy"),
+            "at any step": _each(runs, "success_any_greedy"),
             "return": f"{np.mean(returns):.0f}",
-            "to published": f"{change.value:+.0f} ({change.low:+.0f} to {change.high:+.0f})",
-            "p": f"{permutation_p_value(returns, reference):.2f}",
+            "to published": "" if label == PUBLISHED else interval,
+            "p": "" if label == PUBLISHED else f"{p:.2f}",
             "jerk": f"{np.mean([last_quarter(run, 'jerk_greedy') for run in runs]):.3g}",
-            "seconds for 1000 steps": f"{np.mean([seconds(run) for run in runs]):.2f}",
+            "seconds for 1000 steps": f"{seconds:.2f}",
         })  # fmt: skip
-    return [{**row, "to published": "", "p": ""} if row["settings"] == PUBLISHED else row for row in found]
+    return found
 
 
-def _each(runs: Sequence[RunData], name: str, form: str) -> str:
+def _each(runs: Sequence[RunData], name: str) -> str:
     values = [last_quarter(run, name) for run in runs]
-    return f"{np.mean(values):{form}} ({', '.join(f'{value:{form}}' for value in values)})"
+    return f"{np.mean(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})"
 
 
-def by_task(runs: Iterable[RunData]) -> dict[str, dict[str, list[RunData]]]:
+def by_task(runs: Iterable[RunData]) -> dict[str, Variants]:
     """Runs that have come as far as any of their task, by task and by what differs; the published first."""
-    evaluated = sorted((run for run in runs if run.evals), key=lambda run: run.config.seed)
-    furthest: dict[str, int] = defaultdict(int)
-    for run in evaluated:
-        task = task_name(run.config.settings)
-        furthest[task] = max(furthest[task], run.evals[-1]["env_steps"])
-    found: dict[str, dict[str, list[RunData]]] = {task: {PUBLISHED: []} for task in furthest}
-    for run in evaluated:
-        task = task_name(run.config.settings)
-        if run.evals[-1]["env_steps"] == furthest[task]:
-            found[task].setdefault(run.config.label.partition(", ")[2], []).append(run)
-    return {task: variants for task, variants in found.items() if variants[PUBLISHED]}
+    studies: dict[str, dict[str, Sequence[RunData]]] = {}
+    for (task, label), seeds in by_study(runs).items():
+        studies.setdefault(task, {PUBLISHED: []})[label.partition(", ")[2]] = seeds
+    return {task: there for task, variants in studies.items() if (there := _arrived(variants))[PUBLISHED]}
+
+
+def _arrived(variants: Variants) -> Variants:
+    furthest = max(steps(run) for runs in variants.values() for run in runs)
+    arrived = {label: [run for run in runs if steps(run) == furthest] for label, runs in variants.items()}
+    return {label: runs for label, runs in arrived.items() if runs or label == PUBLISHED}
 
 
 def main() -> None:
