@@ -92,7 +92,8 @@ class PretendTensor(Tensor):
 
 
 class PretendGPU:
-    """Within its context, "cuda:0" exists. `waits` counts, by place and cause, what the host waited for.
+    """Within its context, "cuda:0" exists. `waits` counts, by place and cause, what the host waited for, and
+    `launches`, by place, what it asked the GPU to do.
 
     A place is ``file:function``, the innermost of this package, or the name of the package it lies in.
 
@@ -103,6 +104,7 @@ class PretendGPU:
     def __init__(self, *, kernels: bool = False) -> None:
         self.kernels = kernels
         self.waits: Counter[tuple[str, str]] = Counter()
+        self.launches: Counter[str] = Counter()
         self._stack = ExitStack()
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -190,6 +192,7 @@ class _OnDevice(TorchDispatchMode):
         here = touched if device is None else _is_ours(device)
         if touched or here:
             self._check(func, args, kwargs, leaves, here)
+            self._count(func)
         inner, inner_kwargs = tree_map(_values, (args, kwargs))
         if _is_ours(device):
             inner_kwargs["device"] = torch.device("cpu")
@@ -201,6 +204,12 @@ class _OnDevice(TorchDispatchMode):
             if isinstance(leaf, PretendTensor) and leaf.shape != leaf.values.shape:
                 raise NotImplementedError(f"{func} changes a tensor's shape in place.")
         return return_and_correct_aliasing(func, args, kwargs, result)
+
+    def _count(self, func: Any) -> None:
+        """Note the launch of a kernel; views and memory need none."""
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and "empty" not in func.overloadpacket.__name__:
+            self.gpu.launches[_place(sys._getframe(2))] += 1
 
     def _check(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], here: bool) -> None:
         """Note what the host waits for, and refuse what a GPU refuses."""
@@ -287,10 +296,10 @@ def _triton_patches(chosen: bool) -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.object(backend, "_compiles_for", return_value=chosen)
     if not backend._installed():
         return
-    from tether.ops import dense_rows_triton, rows_triton
+    from tether.ops import certificate_triton, dense_rows_triton, rows_triton
     from tether.projection import categorical_triton
 
-    for module in (rows_triton, dense_rows_triton, categorical_triton):
+    for module in (rows_triton, dense_rows_triton, certificate_triton, categorical_triton):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             yield mock.patch.object(module, name, _Interpreted(getattr(module, name), module))
 
@@ -304,6 +313,7 @@ class _Interpreted:
             for leaf in (*args, *kwargs.values()):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor):
                     raise RuntimeError(f"a kernel was given a tensor on {leaf.device} {tuple(leaf.shape)}.")
+            _active().launches[_place(sys._getframe(1))] += 1
             args, kwargs = tree_map(_values, (args, kwargs))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self.kernel[grid](*args, **kwargs)

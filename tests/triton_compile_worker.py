@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tether.ops import certificate_triton_kernels as certificate
 from tether.ops import dense_rows_triton as dense
 from tether.ops import rows_triton_kernels as rows
 from tether.ops.rows_triton import _warps
@@ -118,6 +119,18 @@ CASES: list[tuple[Any, int, dict[str, str], dict[str, Any]]] = [
             {"SLOPE": 0.7, "BLOCK": dense.TO_GRADIENT[0]} | given,
         )
         for real, grad, given in ((F32, BF16, {"CAP": 0.0, "grad_entropy": None}), (F64, F64, {"CAP": 30.0}))
+    ),
+    *(
+        (
+            certificate.certify_kernel,
+            1,
+            dict.fromkeys(("logits", "log_sum", "lower_out", "tail_mass_out"), real)
+            | dict.fromkeys(("old_log_probs", "old_tails", "least"), F32)
+            | {"ids": ids, "ratio_range": F64, "bound": F64, "inside_out": "*i8", "uncertain_out": "*i8"},
+            {"EPSILON": NUMBERS.eps, "COARSER": NUMBERS.eps, "SMALLEST": -15.9, "TERMS": 12.4, "BLOCK": 128}
+            | given,
+        )
+        for real, ids, given in ((F32, I32, {}), (F64, I64, {"least": None}))
     ),
     (
         rows.square_norm_kernel,

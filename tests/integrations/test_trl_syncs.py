@@ -39,8 +39,6 @@ PACKED_HIDDEN: Waits = PACKED | {("integrations/trl_old_policy.py:pack", ROWS): 
 #: Which rows need work, forward and backward: of a network that has not moved, and of one that has.
 UNMOVED: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
-    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
     ("ops/dense_rows.py:to_gradient", ROWS): 1,
 }
 MOVED: Waits = UNMOVED | {

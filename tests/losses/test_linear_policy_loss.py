@@ -20,6 +20,7 @@ from tether.losses import (
     ProjectedTokens,
     aggregate,
     cispo,
+    course,
     gspo,
     linear,
     linear_policy_loss,
@@ -253,7 +254,7 @@ def test_an_accelerators_branches_give_the_same(monkeypatch: pytest.MonkeyPatch)
     batch = Batch()
     expected = batch.run(of_sampled(ppo_clip, batch))
     monkeypatch.setattr(one_pass, "may_ask", lambda _: False)
-    monkeypatch.setattr(linear, "may_ask", lambda _: False)
+    monkeypatch.setattr(course, "may_ask", lambda _: False)
     assert_same(batch.run(of_sampled(ppo_clip, batch)), expected)
 
 

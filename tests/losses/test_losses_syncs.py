@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device_steps import Put, Step, Waits, assert_step
-from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, TO_HOST, VALUE
+from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, TO_HOST, VALUE, PretendGPU
 from tether import advantages
 from tether.losses import (
     LOSSES,
@@ -22,6 +22,7 @@ from tether.losses import (
     troll_objective,
     value_clip,
 )
+from tether.ops import memory
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import CompactLogProbs, SparseLogProbs, project_categorical
 
@@ -108,19 +109,22 @@ def _troll(form: str, settings: dict[str, Any]) -> Step:
     return step
 
 
-# Which tokens need work.
+# Which tokens need work, each time once.
 NEED_WORK: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
     ("ops/dense_rows.py:by_reference", ROWS): 1,
-    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
     ("ops/dense_rows.py:to_gradient", ROWS): 1,
     ("ops/dense_rows.py:_part_gradient", VALUE): 1,
 }
 
 
-# And which count.
-HIDDEN_STATES: Waits = {("losses/project.py:_project_hidden_states", ROWS): 1, **NEED_WORK}
+# And which count; and, where the backward pass forms logits again, for which rows.
+HIDDEN_STATES: Waits = {
+    ("losses/project.py:_project_hidden_states", ROWS): 1,
+    ("ops/trust_region.py:Arrived.rows", ROWS): 1,
+    ("ops/policy_pair.py:PolicyPair.old_logits_of", ROWS): 1,
+    **NEED_WORK,
+}
 
 
 @pytest.mark.parametrize(
@@ -152,18 +156,24 @@ IN_ONE_PASS: Waits = {("losses/linear.py:_Rows.__init__", ROWS): 1}
     ],
 )
 def test_a_loss_in_one_pass(old_form: str | None, depends_on: Any, waits: Waits) -> None:
+    assert_step(_one_pass(old_form, depends_on), waits, terms=100 * V)
+
+
+def _one_pass(old_form: str | None, depends_on: Any = "token", apart: float = 1.3) -> Step:
     _, _, ids, mask = _policies()
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(*s, D, generator=generator, dtype=torch.float64) for s in ((B, T), (V,)))
-    logits = hidden * 1.3 @ weight.T
+    logits = hidden * apart @ weight.T
     few = SparseLogProbs.from_logits(logits, K, keep_ids=ids.clamp_min(0))
 
     def step(put: Put) -> list[Tensor]:
         leaves = [put(hidden.requires_grad_()), put(weight.requires_grad_())]
-        old: Any = {
-            "hidden states": lambda: HiddenStates(put(hidden.detach() * 1.3)),
-            "sparse": lambda: SparseLogProbs(put(few.ids), put(few.log_probs), put(few.log_tail)),
-        }.get(old_form or "", lambda: None)()
+        support = SparseLogProbs(put(few.ids), put(few.log_probs), put(few.log_tail))
+        old = {
+            "hidden states": HiddenStates(put(hidden.detach() * apart)),
+            "hidden states and support": HiddenStates(put(hidden.detach() * apart), support=support),
+            "sparse": support,
+        }.get(old_form or "")
         old_log_probs, advantages, counted = (
             put(values) for values in (_sampled(logits.log_softmax(-1), ids), _advantages(B), mask)
         )
@@ -171,8 +181,8 @@ def test_a_loss_in_one_pass(old_form: str | None, depends_on: Any, waits: Waits)
         def objective(tokens: ProjectedTokens) -> PolicyLoss:
             if old is None:
                 return ppo_clip(tokens.new_log_probs, old_log_probs, advantages, counted)
-            token_loss = troll_objective(tokens, advantages, counted).token_loss
-            return PolicyLoss(aggregate(token_loss, counted), {})
+            found = troll_objective(tokens, advantages, counted)
+            return PolicyLoss(aggregate(found.token_loss, counted), found.metrics)
 
         result = linear_policy_loss(
             objective, HiddenStates(*leaves), put(ids), counted, old=old, old_log_probs=old_log_probs,
@@ -180,7 +190,33 @@ def test_a_loss_in_one_pass(old_form: str | None, depends_on: Any, waits: Waits)
         )  # fmt: skip
         return [result.loss, *torch.autograd.grad(result.loss, leaves)]
 
-    assert_step(step, waits, terms=100 * V)
+    return step
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize(
+    ("old_form", "most"),
+    [(None, 125), ("sparse", 260), ("hidden states", 190), ("hidden states and support", 190)],
+)
+def test_what_a_block_of_tokens_asks_of_a_gpu(
+    old_form: str | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products take milliseconds, and each operation its host some microseconds: no more than these."""
+    asked, waits = [], []
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 1)
+    for rows in (8, 4):  # two blocks and four
+        monkeypatch.setattr(memory, "_accelerator_rows", lambda *_, rows=rows: rows)
+        with PretendGPU(kernels=True) as gpu:
+            _one_pass(old_form, apart=1.2)(gpu.put)
+        asked.append(sum(gpu.launches.values()))
+        waits.append(gpu.ours())
+    assert asked[1] - asked[0] <= 2 * most
+    exact = old_form is not None and old_form.startswith("hidden")
+    # Which rows no certificate clears, and how many of them are outside.
+    each = {("ops/trust_region.py:evaluate_block", ROWS), ("ops/dense_rows_triton.py:compare_rows", TO_HOST)}
+    for blocks, found in zip((2, 4), waits, strict=True):
+        assert found == IN_ONE_PASS | (dict.fromkeys(each, blocks) if exact else {})
 
 
 RIVALS: dict[str, Waits] = {

@@ -86,7 +86,8 @@ def test_a_half_precision_head_is_never_widened_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "rows"), [(12, 1024), (40, 1028), (60, 1542), (80, 2056), (141, 3625), (192, 4096)]
+    ("gigabytes", "rows"),
+    [(12, 1024), (40, 1028), (60, 1542), (80, 2056), (141, 3625), (192, 4936), (400, 8192)],
 )
 def test_a_gpu_takes_as_many_tokens_at_a_time_as_its_memory_has_room_for(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, rows: int

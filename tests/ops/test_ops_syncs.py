@@ -91,7 +91,7 @@ FORWARD: Waits = {
 }
 BACKWARD: Waits = {
     ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
+    ("ops/policy_pair.py:PolicyPair.old_logits_of", ROWS): 1,
     ("ops/dense_rows.py:to_gradient", ROWS): 1,
     ("ops/dense_rows.py:_part_gradient", VALUE): 1,
 }
@@ -124,7 +124,7 @@ KERNELS_FORWARD: Waits = {
 }
 KERNELS_BACKWARD: Waits = {
     ("ops/trust_region.py:Arrived.rows", ROWS): 1,
-    ("ops/trust_region.py:gradient_of_block", ROWS): 1,
+    ("ops/policy_pair.py:PolicyPair.old_logits_of", ROWS): 1,
     ("ops/dense_rows_triton.py:to_gradient", ROWS): 1,
 }
 

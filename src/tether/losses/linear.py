@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.base import PolicyLoss
+from tether.losses.course import Course, Objective
 from tether.losses.project import Policy, check_shapes, project_tokens
 from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
 from tether.ops.checks import check_ids, check_vocabulary_size, signed
@@ -25,12 +26,10 @@ from tether.ops.one_pass import (
 from tether.ops.policy_pair import check_heads
 from tether.ops.token_state import DIFFERENTIABLE, TokenState
 from tether.projection.backend import Backend
-from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import TROLLSettings, check_choice, check_kl_bound
 
-Objective = Callable[[ProjectedTokens], PolicyLoss]
 Reach = Literal["token", "sequence", "batch"]
 """What the slope of the loss at a token depends on, besides masks: the token, its sequence, or everything."""
 
@@ -132,9 +131,9 @@ def linear_policy_loss(
     if early and not keeps_all(rows.new.hidden, weight.shape[0]):
         lengths = counted.sum(-1).tolist() if depends_on == "sequence" else [1] * rows.count
         blocks = blocks_of(lengths, rows.new.hidden, weight.shape[0])
-    if blocks is None:
+    if not blocks:
         return _ordinary(objective, rows)
-    return _in_one_pass(_Course(objective, objective if in_blocks is None else in_blocks, rows), blocks)
+    return _in_one_pass(rows.course(objective, objective if in_blocks is None else in_blocks), rows, blocks)
 
 
 class _Rows:
@@ -236,72 +235,13 @@ class _Rows:
         """Of some rows, from the tensors of their `TokenState`."""
         return self._with_old(TokenState.read(values).result(), rows)
 
+    def course(self, objective: Objective, in_blocks: Objective) -> Course:
+        """Of a loss through them, a block at a time."""
+        return Course(objective, in_blocks, self._at, self.counted.shape, self.old_log_probs)
+
     def batched(self, tokens: ProjectedTokens) -> ProjectedTokens:
         """[N] -> [B, T]; zero where nothing counts."""
         return tokens.each(lambda values: put_back(values, self._at, self.counted.shape))
-
-
-class _Course:
-    """The tokens as far as they are known, and the slopes of the loss at them."""
-
-    def __init__(self, objective: Objective, in_blocks: Objective, rows: _Rows) -> None:
-        self.objective, self.in_blocks, self.rows = objective, in_blocks, rows
-        self.known: dict[str, Tensor] = {}
-        self.slopes: dict[str, Tensor] = {}
-
-    def differentiate(self, rows: slice, tokens: ProjectedTokens) -> dict[str, Tensor]:
-        """The slope of the loss at the tokens of some rows, by the names of what carries a gradient."""
-        values = {name: value.detach() for name, value in tokens.known().items()}
-        if not self.known:
-            self._start(values)
-        for name, value in values.items():
-            self.known[name][rows] = value
-        leaves = {name: values[name].clone().requires_grad_() for name in DIFFERENTIABLE if name in values}
-        with torch.enable_grad():
-            whole = dict(self.known)
-            for name, leaf in leaves.items():
-                whole[name] = torch.cat((whole[name][: rows.start], leaf, whole[name][rows.stop :]))
-            loss = self.in_blocks(self.rows.batched(ProjectedTokens(**whole))).loss
-        slopes = _slopes_of(loss, leaves)
-        for name, slope in slopes.items():
-            self.slopes[name][rows] = slope
-        return slopes
-
-    def finish(self) -> PolicyLoss:
-        """The loss of all tokens, with the graph of what else it was made of, such as a learned weight.
-
-        Raises:
-            InvalidInputError: now that all are known, the slopes are not those that were used.
-        """
-        leaves = {name: self.known[name].clone().requires_grad_() for name in self.slopes}
-        with torch.enable_grad():
-            result = self.objective(self.rows.batched(ProjectedTokens(**{**self.known, **leaves})))
-        for name, slope in _slopes_of(result.loss, leaves, keep=True).items():
-            self._check(name, slope, self.slopes[name])
-        return result
-
-    def _start(self, values: dict[str, Tensor]) -> None:
-        """Placeholders: nothing has moved."""
-        self.known = {name: value.new_zeros(self.rows.count) for name, value in values.items()}
-        if self.rows.old_log_probs is not None:
-            for name in ("new_log_probs", "projected_log_probs", "old_log_probs"):
-                self.known[name] = self.rows.old_log_probs.to(self.known[name].dtype).clone()
-        self.slopes = {name: torch.zeros_like(self.known[name]) for name in DIFFERENTIABLE if name in values}
-
-    def _check(self, name: str, slope: Tensor, used: Tensor) -> None:
-        # Rounding may differ where sums are taken in another order, also of terms that nearly cancel; what
-        # depends on other tokens, or is another loss, is off by far more.
-        either = slope.abs() + used.abs()
-        wrong = (slope - used).abs() > torch.finfo(slope.dtype).eps * (1e3 * either + 1e2 * either.amax())
-        if not may_ask(wrong):
-            torch._assert_async(~wrong.any(), f"linear_policy_loss: the slope at {name} was another")
-        elif bool(wrong.any()):
-            other = "" if self.in_blocks is self.objective else ", or is not what in_blocks said"
-            raise InvalidInputError(
-                f"the loss's slope at {name} of {int(wrong.sum())} of {wrong.numel()} tokens depends on "
-                f'other tokens{other}. Say so: depends_on="sequence" for ratios of sequences, "batch" for '
-                "all else."
-            )
 
 
 def _ordinary(objective: Objective, rows: _Rows) -> LinearPolicyLoss:
@@ -310,11 +250,8 @@ def _ordinary(objective: Objective, rows: _Rows) -> LinearPolicyLoss:
     return LinearPolicyLoss(result.loss, result.metrics, tokens.each(torch.detach))
 
 
-def _in_one_pass(course: _Course, blocks: list[slice]) -> LinearPolicyLoss:
-    rows = course.rows
+def _in_one_pass(course: Course, rows: _Rows, blocks: list[slice]) -> LinearPolicyLoss:
     new = rows.new
-    if not rows.count:
-        return _ordinary(course.objective, rows)
 
     def of_log_probs(block: slice, values: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
         with torch.enable_grad():
@@ -344,14 +281,4 @@ def _in_one_pass(course: _Course, blocks: list[slice]) -> LinearPolicyLoss:
         result = course.finish()
     with torch.enable_grad():
         loss = WithGradients.apply(result.loss, known, new.hidden, new.weight, new.bias)
-    return LinearPolicyLoss(loss, result.metrics, rows.batched(ProjectedTokens(**course.known)))
-
-
-def _slopes_of(loss: Tensor, leaves: dict[str, Tensor], *, keep: bool = False) -> dict[str, Tensor]:
-    if not loss.requires_grad:  # of an objective that none of them moves
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=keep, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if slope is None else slope
-        for (name, leaf), slope in zip(leaves.items(), found, strict=True)
-    }
+    return LinearPolicyLoss(loss, result.metrics, course.tokens())

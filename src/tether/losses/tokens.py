@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses.base import check_tokens
-from tether.projection.tokens import masked_max, masked_mean
+from tether.projection.tokens import measure_tokens
 from tether.settings import is_number
 
 #: Where ratios stop growing: exp overflows float32 at 88.7, and 0 times infinity is NaN in a gradient.
@@ -59,16 +59,12 @@ class Tokens:
     ) -> dict[str, Tensor]:
         """`ratio_mean`, `ratio_max`; where a rule acted on some tokens, their share `clipped`; and
         `divergence_mean` and `divergence_max` where a token's distance from the old policy is known."""
-        metrics = {
-            "ratio_mean": masked_mean(ratio.detach(), self.mask),
-            "ratio_max": masked_max(ratio.detach(), self.mask),
-        }
+        means, maxima = {"ratio_mean": ratio.detach()}, {"ratio_max": ratio.detach()}
         if acted is not None:
-            metrics["clipped"] = masked_mean(acted.to(ratio.dtype), self.mask)
+            means["clipped"] = acted
         if distance is not None:
-            metrics["divergence_mean"] = masked_mean(distance, self.mask)
-            metrics["divergence_max"] = masked_max(distance, self.mask)
-        return metrics
+            means["divergence_mean"] = maxima["divergence_max"] = distance
+        return measure_tokens(self.mask, means, maxima)
 
 
 def read_tokens(

@@ -43,6 +43,8 @@ class Compared(NamedTuple):
     """KL(new || old), [n]."""
     projections: list[tuple[Tensor, ProjectedRows]]
     """Which of the rows are outside the bound, and their projections."""
+    plain: bool = True
+    """Whether any of them was left to the functions of this module."""
 
 
 def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,10 +189,12 @@ def to_gradient(
     grad: Tensor,
     own: Upstream,
     old: Tensor | None,
-    acts: Tensor,
+    old_rows: Tensor,
     ids: Tensor,
     upstream: ProjectedUpstream,
     kl_bound: float,
+    *,
+    plain: bool = True,
 ) -> None:
     """Turn logits [n, V] of the new policy into the gradient that reaches the head's raw output.
 
@@ -198,22 +202,24 @@ def to_gradient(
         logits: they are spoiled.
         grad: where the gradient goes, [n, V]: another tensor, or `logits` again.
         own: what arrived for the network's own log-probabilities of `ids` and its entropies, [n].
-        old: old logits of the rows that act, in rising order, [m, V]; None if there are none.
-        acts: which rows those are, [n] bool.
+        old: old logits, [m, V], in the order of the rows; None if there are none.
+        old_rows: which of them belong to a row, [n]; -1 for rows that do not act. A CPU has no others.
         upstream: what arrived for the projections, [n].
+        plain: whether a row that acts may have been left to this function.
     """
     count, scratch = 0, None
     for part in rows_at_a_time(logits):
         some = logits[part]
         slope = head.slope(some)
-        acting, some_old = acts[part].nonzero().squeeze(-1), None
+        acting, some_old = (old_rows[part] >= 0).nonzero().squeeze(-1), None
+        at = acting + part.start
         if acting.numel():
             assert old is not None
-            some_old = old[count : count + acting.numel()]
+            # In order, they need no copy.
+            some_old = old[count : count + acting.numel()] if may_ask(old) else old[old_rows[at]]
             count += acting.numel()
             if scratch is None:
                 scratch = old.new_empty((3, *some.shape))
-        at = acting + part.start
         _part_gradient(some, own.at(part), some_old, acting, ids[at], upstream.at(at), kl_bound, scratch)
         if isinstance(slope, Tensor) or slope != 1:
             some.mul_(slope)

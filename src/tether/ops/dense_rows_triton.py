@@ -64,7 +64,7 @@ def compare_rows(
     projections = by_reference(new, old, ids, kl_bound, kl, hard, project=project, rows=rows) if left else []
     if projected:
         projections.append((easy, _read_off(found[easy])))
-    return Compared(kl, projections)
+    return Compared(kl, projections, plain=left > 0)
 
 
 def _read_off(found: Tensor) -> ProjectedRows:
@@ -84,13 +84,12 @@ def _read_off(found: Tensor) -> ProjectedRows:
 
 
 def to_gradient(
-    head: Head, logits: Tensor, grad: Tensor, own: Upstream, old: Tensor | None, acts: Tensor, ids: Tensor,
-    upstream: ProjectedUpstream, kl_bound: float,
+    head: Head, logits: Tensor, grad: Tensor, own: Upstream, old: Tensor | None, old_rows: Tensor,
+    ids: Tensor, upstream: ProjectedUpstream, kl_bound: float, *, plain: bool = True,
 ) -> None:  # fmt: skip
-    """`dense_rows.to_gradient`; where rows act, the host waits once for which of them are left."""
+    """`dense_rows.to_gradient`; where rows may be left to it, the host waits once for which they are."""
     ((_, arrived),) = own.gathered  # for the sampled token
     left = torch.empty_like(ids, dtype=torch.int8)
-    old_rows = torch.where(acts, acts.cumsum(0) - 1, -1)
     held = logits if old is None else old  # which nobody reads where no row acts
     block, warps = TO_GRADIENT
     with torch.cuda.device_of(logits):
@@ -101,13 +100,14 @@ def to_gradient(
             SLOPE=head.constant_slope, CAP=0.0 if head.softcap is None else head.softcap / head.temperature,
             BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    if old is None:
+    if old is None or not plain:
         return
     rows = left.nonzero().squeeze(-1)
     for part in rows_at_a_time(logits[: len(rows)]):
         at = rows[part]
         some = logits[at]
         dense_rows.to_gradient(
-            head, some, some, own.at(at), old[old_rows[at]], acts[at], ids[at], upstream.at(at), kl_bound
-        )
+            head, some, some, own.at(at), old[old_rows[at]], torch.arange(len(at), device=at.device), ids[at],
+            upstream.at(at), kl_bound,
+        )  # fmt: skip
         grad[at] = some.to(grad.dtype)

@@ -76,8 +76,8 @@ def linear_kl(
     kl = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False), head.weights_at_hand():
         pair = PolicyPair.of(head, hidden, weight, bias, old)
-        for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
+        for block in pair.every_block():
             new_logits, old_logits = pair.new_logits(block)[:, : pair.vocabulary], pair.old_logits(block)
             for part in rows_at_a_time(new_logits):
-                kl[block[part]] = rows_kl(new_logits[part], old_logits[part])
+                kl[block][part] = rows_kl(new_logits[part], old_logits[part])
     return kl

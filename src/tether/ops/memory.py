@@ -20,7 +20,7 @@ WORKSPACE_ELEMENTS = 1 << 24
 ACCELERATOR_ROWS = 1 << 10
 # And at most, of what a CUDA device has memory for. The gradient of the head is read and written once a
 # block, and what the host does for a block hides only behind the products of more than a thousand tokens.
-MOST_ACCELERATOR_ROWS = 1 << 12
+MOST_ACCELERATOR_ROWS = 1 << 13
 # The part of a CUDA device's memory that the logits of these tokens may take, in float32.
 _DEVICE_SHARE = 1 / 64
 

@@ -116,17 +116,29 @@ def trust_region_in_one_pass(
         whole = PolicyPair.of(new.head, hidden, weight, bias, old, rows=rows, kernels=kernels)
         ratio_range = whole.log_ratio_range()
         total = HeadGradients(_needed(new), hidden, weight, bias, whole.buffers.dtype)
+        state = TokenState.empty(hidden)
+
+        def gradient_of(block: slice) -> tuple[slice | Tensor, Tensor]:
+            """Rows that received any, and the gradient of the head's raw output for them."""
+            held = evaluate_block(whole, block, ids, ratio_range, kl_bound, state)
+            some = state.part(block)
+            if may_ask(hidden):
+                check_values(some, first=block.start)
+            arrived = Arrived.of(some, ids[block], tuple(slopes(block, some.tensors())), None)
+            touched = arrived.rows() if may_ask(hidden) else slice(None)
+            pair = whole.block(block).holding(held)
+            grad = gradient_of_block(pair, touched, ids[block], arrived, kl_bound)
+            if isinstance(touched, slice) or len(touched) == len(some.kl):
+                return block, grad
+            return touched + block.start, grad
+
         for block in blocks:
-            pair, state = whole.block(block), TokenState.empty(hidden[block])
-            every = torch.arange(block.stop - block.start, device=hidden.device)
-            old_rows = evaluate_block(pair, every, ids[block], ratio_range[block], kl_bound, state)
-            check_values(state, first=block.start)
-            arrived = Arrived.of(state, ids[block], tuple(slopes(block, state.tensors())), None)
-            touched = arrived.rows()
-            if touched.numel():
-                at_hand = pair.holding(old_rows)
-                grad = gradient_of_block(at_hand, touched, ids[block], arrived, kl_bound)
-                total.add(block if len(touched) == len(every) else touched + block.start, grad)
+            rows, grad = gradient_of(block)
+            if len(grad):
+                total.add(rows, grad)
+            del grad  # before the next block's
+        if not may_ask(hidden):
+            check_values(state)
         return total
 
 

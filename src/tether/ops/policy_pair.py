@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,20 @@ BLOCK_ELEMENTS = 1 << 18
 _CENTRE_ROWS = 1 << 12
 
 
+class OldRows(NamedTuple):
+    """Rows of a block whose old logits were formed."""
+
+    rows: Tensor
+    """Which, [m], in rising order."""
+    logits: Tensor | None
+    """[m, vocabulary]; None if there are none."""
+    plain: bool
+    """Whether one of them was left to the plain path."""
+
+
 @dataclass(frozen=True)
 class PolicyPair:
-    """Forms the logits of chosen rows under both policies, always in the same two buffers."""
+    """Forms the logits of chosen rows under both policies, always in the same buffers."""
 
     head: Head
     hidden: Tensor
@@ -36,9 +48,11 @@ class PolicyPair:
     sequences: Tensor | None
     """The sequence of each row, [N], where a sequence shares one step."""
     buffers: Tensor
-    old_rows: Tensor | None = None
-    """If the buffers hold the new logits of all rows already: of which rows they hold the old ones. They can
-    be asked for once, in rising order."""
+    """For logits of the new policy, and on a CPU of the old one. Few rows of a batch need their old logits as
+    a rule, and an accelerator's memory is dear: it gets room for those alone, anew each time."""
+    held: OldRows | None = None
+    """If the buffers hold the new logits of all rows already: the old ones that there are. Both can be asked
+    for once, in rising order."""
     kernels: bool = False
     """Whether Triton's kernels measure and project the rows."""
 
@@ -58,7 +72,8 @@ class PolicyPair:
         if rows is None:
             rows = max(1, tokens_at_a_time(hidden, weight.shape[0], hidden.shape[0]))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        buffers = memory.WORKSPACE.take(hidden, (2, rows, weight.shape[0]), dtype)
+        policies = 2 if may_ask(hidden) else 1
+        buffers = memory.WORKSPACE.take(hidden, (policies, rows, weight.shape[0]), dtype)
         return cls(head, hidden, weight, bias, old, sequences, buffers, kernels=kernels)
 
     def block(self, rows: slice) -> PolicyPair:
@@ -68,33 +83,61 @@ class PolicyPair:
         buffers = self.buffers[:, : rows.stop - rows.start]
         return replace(self, hidden=self.hidden[rows], old=old, buffers=buffers)
 
-    def holding(self, old_rows: Tensor) -> PolicyPair:
-        """The same where the buffers hold all new logits and the old ones of these rows."""
-        return replace(self, old_rows=old_rows)
+    def holding(self, held: OldRows) -> PolicyPair:
+        """The same where the buffers hold all new logits."""
+        return replace(self, held=held)
 
     @property
     def vocabulary(self) -> int:
         """Ids that can be sampled."""
         return self.head.vocabulary_size or self.weight.shape[0]
 
-    def new_logits(self, rows: Tensor) -> Tensor:
+    def new_logits(self, rows: Tensor | slice) -> Tensor:
         """[n, V], padding included."""
-        if self.old_rows is not None:
-            return keep_rows(self.buffers[0], rows)
+        if self.held is not None:
+            return self.buffers[0][rows] if isinstance(rows, slice) else keep_rows(self.buffers[0], rows)
         return self.head.logits(self.hidden[rows], self.weight, self.bias, self.buffers[0])
 
-    def old_logits(self, rows: Tensor) -> Tensor:
+    def old_logits(self, rows: Tensor | slice) -> Tensor:
         """[n, vocabulary]."""
-        if self.old_rows is not None:
-            return keep_rows(self.buffers[1], torch.searchsorted(self.old_rows, rows))[:, : self.vocabulary]
-        weight, bias = self.old.weight, self.old.bias
+        weight, bias, hidden = self.old.weight, self.old.bias, self.old.hidden[rows]
         if weight is None:
             weight, bias = self.weight, self.bias
-        return self.head.logits(self.old.hidden[rows], weight, bias, self.buffers[1])[:, : self.vocabulary]
+        buffer = (
+            self.buffers[-1] if len(self.buffers) == 2 else self.buffers.new_empty((len(hidden), len(weight)))
+        )
+        return self.head.logits(hidden, weight, bias, buffer)[:, : self.vocabulary]
+
+    def old_logits_of(self, block: Tensor | slice, acts: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Old logits [m, vocabulary] for the rows of a block that act, and which of them is each row's.
+
+        Args:
+            block: rows; a slice where the logits are held and nobody is asked which rows act.
+            acts: [n] bool.
+
+        Returns:
+            None if there are no such rows; and [n], -1 at rows that do not act.
+        """
+        if isinstance(block, slice):
+            assert self.held is not None
+            place = torch.searchsorted(self.held.rows, torch.arange(len(acts), device=acts.device))
+            return self.held.logits, torch.where(acts, place, -1)
+        needed, place = block[acts.nonzero().squeeze(-1)], torch.where(acts, acts.cumsum(0) - 1, -1)
+        if not needed.numel():
+            return None, place
+        if self.held is None:
+            return self.old_logits(needed), place
+        assert self.held.logits is not None
+        return keep_rows(self.held.logits, torch.searchsorted(self.held.rows, needed)), place
 
     def blocks(self, rows: Tensor) -> Iterator[Tensor]:
         """Rows whose logits fit the buffers."""
         return iter(rows.split(self.buffers.shape[1])) if rows.numel() else iter(())
+
+    def every_block(self) -> Iterator[slice]:
+        """The same of all rows."""
+        rows, size = len(self.hidden), self.buffers.shape[1]
+        return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
     def log_ratio_range(self) -> Tensor:
         """A bound on max - min over the vocabulary of log(new / old), [N].

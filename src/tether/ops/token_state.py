@@ -64,6 +64,10 @@ class TokenState(ProjectedTokens):
         """Those that are constants to whoever uses them."""
         return tuple(getattr(self, name) for name in self.names() if name not in DIFFERENTIABLE)
 
+    def part(self, rows: slice) -> TokenState:
+        """Of some of them: what is written there is written here."""
+        return self.each(lambda values: values[rows])
+
     def result(self) -> ProjectedTokens:
         """What callers see."""
         seen = {f.name: getattr(self, f.name) for f in fields(ProjectedTokens)}

@@ -24,7 +24,7 @@ from tether.ops.dense_rows import ProjectedUpstream
 from tether.ops.head import Head, HeadGradients, gradient_dtype
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import KEPT
-from tether.ops.policy_pair import PolicyPair, check_pair
+from tether.ops.policy_pair import OldRows, PolicyPair, check_pair
 from tether.ops.rows import Upstream, gather_upstream
 from tether.ops.shared_steps import project_sequences
 from tether.ops.token_state import TokenState
@@ -72,7 +72,8 @@ def linear_trust_region(
 
     Memory beyond inputs, outputs and gradients is that of `linear_log_probs` for each policy: 2^24 logits
     (which a CPU keeps for the backward pass if the batch has no more; an accelerator takes at least 1024
-    rows, and their gradient beside them where the products take it in half precision), and a few blocks
+    rows, old logits for those alone that no certificate clears, and the gradient beside them where the
+    products take it in half precision), and a few blocks
     that fit a CPU's cache (on an accelerator an eighth of the logits, about ten times). Gradients flow to
     `hidden`, `weight` and `bias`; nothing flows into the old policy. An accelerator is asked, a block at a
     time, which rows need work.
@@ -145,15 +146,17 @@ class _LinearTrustRegion(torch.autograd.Function):
         with head.weights_at_hand():
             pair = PolicyPair.of(head, hidden, weight, bias, old, sequences, kernels=kernels)
             ratio_range = pair.log_ratio_range()
-            old_rows = ids.new_empty(0, dtype=torch.long)
-            for block in pair.blocks(torch.arange(hidden.shape[0], device=hidden.device)):
-                old_rows = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
+            held = None
+            for block in pair.every_block():
+                held = None  # given back before the next is formed
+                held = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
         check_values(state)
         whole = 0 < hidden.shape[0] <= pair.buffers.shape[1] and sequences is None
         keep = whole and any(ctx.needs_input_grad[:3])
-        ctx.kept, ctx.old_rows = KEPT.offer(pair.buffers) if keep else None, old_rows
+        kept = KEPT.offer(pair.buffers) if keep else None
+        ctx.kept = None if kept is None else (kept, held)
         ctx.head, ctx.old, ctx.sequences, ctx.kl_bound = head, old, sequences, kl_bound
         ctx.kernels = kernels
         ctx.save_for_backward(hidden, weight, bias, ids, *state.tensors())
@@ -178,34 +181,37 @@ def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> P
     kept, ctx.kept = ctx.kept, None  # spoiled by whoever uses them
     if kept is None:
         return PolicyPair.of(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kernels=ctx.kernels)
-    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, kept, ctx.old_rows, ctx.kernels)
+    buffers, held = kept
+    return PolicyPair(ctx.head, hidden, weight, bias, ctx.old, ctx.sequences, buffers, held, ctx.kernels)
 
 
 def evaluate_block(
-    pair: PolicyPair, block: Tensor, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
-) -> Tensor:
+    pair: PolicyPair, block: slice, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
+) -> OldRows:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
 
     Returns:
-        The rows whose old logits had to be formed.
+        Those of the block whose old logits had to be formed.
     """
     dense, logits = _dense_rows(pair), pair.new_logits(block)
-    new = logits[:, : pair.vocabulary]
-    found = dense.measure(logits, pair.vocabulary, ids[block])
+    new, ids = logits[:, : pair.vocabulary], ids[block]
+    found = dense.measure(logits, pair.vocabulary, ids)
     state.new_log_probs[block], state.entropy[block], state.log_sum[block] = found
     state.projected_log_probs[block] = state.new_log_probs[block]
     inside = _certify(pair, block, new, ratio_range[block], kl_bound, state)
     unknown = (~inside).nonzero().squeeze(-1)
     if not unknown.numel():
-        return block[unknown]
+        return OldRows(unknown, None, plain=False)
+    at = unknown + block.start
+    old = pair.old_logits(at)
     # Without a certificate the rows are consecutive, and need no copy.
-    rows = None if unknown.numel() == block.numel() else unknown
-    at, old = block[unknown], pair.old_logits(block[unknown])
-    compared = dense.compare_rows(new, old, ids[at], kl_bound, project=pair.sequences is None, rows=rows)
+    rows = None if unknown.numel() == len(new) else unknown
+    project = pair.sequences is None
+    compared = dense.compare_rows(new, old, ids[unknown], kl_bound, project=project, rows=rows)
     state.kl[at] = compared.kl
     for outside, projection in compared.projections:
         state.put(at[outside], projection)
-    return block[unknown]
+    return OldRows(unknown, old, compared.plain)
 
 
 def _dense_rows(pair: PolicyPair) -> ModuleType:
@@ -218,32 +224,31 @@ def _dense_rows(pair: PolicyPair) -> ModuleType:
 
 
 def _certify(
-    pair: PolicyPair,
-    block: Tensor,
-    new: Tensor,
-    ratio_range: Tensor,
-    kl_bound: float,
-    state: TokenState,
+    pair: PolicyPair, block: slice, new: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
 ) -> Tensor:
     """Rows that are inside whatever their old logits, bool; their divergence is noted as its lower bound."""
+    some = state.part(block)
     if pair.old.support is None:
-        inside = ratio_range.square() / 8 <= kl_bound
-        uncertain = ~inside
+        torch.le(ratio_range.square() / 8, kl_bound, out=some.certified)
+        torch.logical_not(some.certified, out=some.uncertain)
+    elif pair.kernels:
+        from tether.ops.certificate_triton import certify_rows
+
+        certify_rows(new, pair.old.support[block], ratio_range, kl_bound, pair.vocabulary, some)
     else:
         old = pair.old.support[block]
         held = old.ids != EMPTY
-        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - state.log_sum[block, None]
+        log_probs = new.gather(-1, torch.where(held, old.ids, 0).long()) - some.log_sum[:, None]
         log_probs = torch.where(held, log_probs, -torch.inf)
         few = SparseLogProbs.from_log_probs(old.ids, log_probs, vocabulary_size=pair.vocabulary)
         certificate = certify(few, old, kl_bound, log_ratio_range=ratio_range)
-        inside, uncertain = certificate.inside, certificate.uncertain
-        state.kl[block] = certificate.kl_lower.to(state.kl.dtype)
-        state.tail_mass[block] = few.log_tail.exp()
-    state.uncertain[block] = uncertain
+        some.certified.copy_(certificate.inside)
+        some.uncertain.copy_(certificate.uncertain)
+        some.kl.copy_(certificate.kl_lower)
+        some.tail_mass.copy_(few.log_tail.exp())
     if pair.sequences is not None:  # whose mean needs the divergence of each token
-        return torch.zeros_like(inside)
-    state.certified[block] = inside
-    return inside
+        some.certified.zero_()
+    return some.certified
 
 
 class Arrived(NamedTuple):
@@ -280,20 +285,22 @@ class Arrived(NamedTuple):
 
 
 def gradient_of_block(
-    pair: PolicyPair, block: Tensor, ids: Tensor, arrived: Arrived, kl_bound: float
+    pair: PolicyPair, block: Tensor | slice, ids: Tensor, arrived: Arrived, kl_bound: float
 ) -> Tensor:
     """Gradient that reaches the head's raw output, [n, V]; in place of the logits but for half precision."""
     logits = pair.new_logits(block)
     dtype = gradient_dtype(pair.hidden, pair.weight, logits.dtype) if pair.kernels else logits.dtype
     grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
-    acts = arrived.projected.acts[block]
-    needed = acts.nonzero().squeeze(-1)
-    old = pair.old_logits(block[needed]) if needed.numel() else None
     own, upstream = arrived.own.at(block), arrived.projected.at(block)
+    old, old_rows = pair.old_logits_of(block, upstream.acts)
     inside = logits[:, : pair.vocabulary]
     out = inside if grad is logits else grad[:, : pair.vocabulary]
-    _dense_rows(pair).to_gradient(pair.head, inside, out, own, old, acts, ids[block], upstream, kl_bound)
-    grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
+    plain = pair.held is None or pair.held.plain
+    _dense_rows(pair).to_gradient(
+        pair.head, inside, out, own, old, old_rows, ids[block], upstream, kl_bound, plain=plain
+    )
+    if pair.vocabulary < grad.shape[1]:
+        grad[:, pair.vocabulary :] = 0  # padding is -inf whatever the weights
     return grad
 
 

@@ -67,39 +67,60 @@ class ProjectedTokens:
     def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
         """What to watch, over the tokens that count; `tether.losses.troll` says what each is."""
         acted = self.projected & (response_mask > 0)
-        proofs = {
-            name: masked_mean(proof.to(self.kl.dtype), response_mask)
-            for name, proof in (("certified", self.certified), ("uncertain", self.uncertain))
-            if proof is not None
+        unmet = None if self.converged is None else self.converged == 0
+        means = {
+            "certified": self.certified,
+            "uncertain": self.uncertain,
+            "kl_mean": self.kl,
+            "kl_projected_mean": self.projected_kl,
+            "unconverged": unmet,
+            "projected": acted,
+            "regression": self.regression.detach(),
+            "tail_mass": self.tail_mass,
+            "mean_step": torch.where(acted, self.step, 0.0),
         }
-        after = {}
-        if self.converged is not None:
-            after["unconverged"] = masked_mean((self.converged == 0).to(self.kl.dtype), response_mask)
-        if self.projected_kl is not None:
-            after["kl_projected_mean"] = masked_mean(self.projected_kl, response_mask)
-            after["kl_projected_max"] = masked_max(self.projected_kl, response_mask)
-        return proofs | {
-            "kl_mean": masked_mean(self.kl, response_mask),
-            "kl_max": masked_max(self.kl, response_mask),
-            **after,
-            "projected": masked_mean(acted.to(self.kl.dtype), response_mask),
-            "mean_step": torch.where(acted.any(), masked_mean(self.step, acted), 1.0),
-            "regression": masked_mean(self.regression.detach(), response_mask),
-            "tail_mass": masked_mean(self.tail_mass, response_mask),
-        }
+        maxima = {"kl_max": self.kl, "kl_projected_max": self.projected_kl}
+        found = measure_tokens(response_mask, _those_known(means), _those_known(maxima))
+        step, share = found["mean_step"], found["projected"]
+        return found | {"mean_step": torch.where(share > 0, step / share, 1.0)}
+
+
+def _those_known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def measure_tokens(
+    mask: Tensor, means: dict[str, Tensor], maxima: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Means and maxima over the tokens that count, by name. Flags are counted; a sequence's value
+    [B, 1] is that of its tokens.
+
+    All at once: an accelerator's host takes longer to ask for each than the accelerator to find them.
+    """
+    found: dict[str, Tensor] = {}
+    for reduce, values in ((masked_mean, means), (masked_max, maxima)):
+        if values:
+            stacked = torch.stack([value.expand(mask.shape) for value in values.values()])
+            found |= dict(zip(values, reduce(stacked, mask).unbind(), strict=True))
+    return found
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens that count; 0 if none does."""
+    """Mean over the tokens that count, 0 if none does; of values [..., *mask.shape], a mean each."""
     # In half precision, more than a few hundred tokens cannot be counted.
     mask = mask.to(torch.promote_types(values.dtype, torch.float32))
     # Not values * mask: what is masked may be infinite.
-    return torch.where(mask > 0, values, 0.0).mul(mask).sum() / mask.sum().clamp_min(1)
+    return torch.where(mask > 0, values, 0.0).mul(mask).sum(_last(mask)) / mask.sum().clamp_min(1)
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Maximum over the tokens that count; 0 if none does."""
-    kept = torch.where(mask > 0, values, -torch.inf)
-    if kept.numel() == 0:
-        return values.new_zeros(())
-    return torch.where((mask > 0).any(), kept.amax(), 0.0)
+    """Maximum over the tokens that count, 0 if none does; of values [..., *mask.shape], one each."""
+    if mask.numel() == 0:
+        return values.new_zeros(values.shape[: values.dim() - mask.dim()])
+    counted = mask > 0
+    return torch.where(counted.any(), torch.where(counted, values, -torch.inf).amax(_last(mask)), 0.0)
+
+
+def _last(mask: Tensor) -> tuple[int, ...]:
+    """The dimensions of the tokens."""
+    return tuple(range(-mask.dim(), 0))
