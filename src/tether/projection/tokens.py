@@ -9,6 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+#: What `ProjectedTokens.metrics` returns, as far as it is known.
+METRICS = (
+    "certified", "uncertain", "kl_mean", "kl_max", "unconverged", "kl_projected_mean", "kl_projected_max",
+    "projected", "mean_step", "regression", "tail_mass",
+)  # fmt: skip
+
 
 def put_back(rows: Tensor, at: tuple[Tensor, ...], shape: Sequence[int], fill: float = 0.0) -> Tensor:
     """Rows [N, ...] at their places `at` in [*shape, ...], `fill` elsewhere; of no row, the graph stays.
@@ -67,22 +73,22 @@ class ProjectedTokens:
     def metrics(self, response_mask: Tensor) -> dict[str, Tensor]:
         """What to watch, over the tokens that count; `tether.losses.troll` says what each is."""
         acted = self.projected & (response_mask > 0)
-        unmet = None if self.converged is None else self.converged == 0
         means = {
             "certified": self.certified,
             "uncertain": self.uncertain,
             "kl_mean": self.kl,
+            "unconverged": None if self.converged is None else self.converged == 0,
             "kl_projected_mean": self.projected_kl,
-            "unconverged": unmet,
             "projected": acted,
+            "mean_step": torch.where(acted, self.step, 0.0),
             "regression": self.regression.detach(),
             "tail_mass": self.tail_mass,
-            "mean_step": torch.where(acted, self.step, 0.0),
         }
         maxima = {"kl_max": self.kl, "kl_projected_max": self.projected_kl}
         found = measure_tokens(response_mask, _those_known(means), _those_known(maxima))
         step, share = found["mean_step"], found["projected"]
-        return found | {"mean_step": torch.where(share > 0, step / share, 1.0)}
+        found["mean_step"] = torch.where(share > 0, step / share, 1.0)
+        return {name: found[name] for name in METRICS if name in found}
 
 
 def _those_known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
