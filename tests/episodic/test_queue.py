@@ -249,7 +249,7 @@ def test_runs_of_a_queue_with_other_settings_are_refused_before_anything_runs(
     assert not elsewhere.output.exists()
 
 
-@pytest.mark.parametrize("queue", ["long", "short"])
+@pytest.mark.parametrize("queue", ["ablation", "long", "short"])
 def test_the_kept_runs_of_the_repository_are_those_of_their_queue(queue: str) -> None:
     results = ROBOTS.parent / "results" / "robots"
     studies = read_queue(ROBOTS / f"{queue}.yaml")
