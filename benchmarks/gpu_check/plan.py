@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 _KERNEL_TESTS = (
+    "tests/ops/test_certificate_triton.py",
     "tests/ops/test_linear_triton.py",
     "tests/ops/test_trust_region_triton.py",
     "tests/projection/test_categorical_triton.py",
