@@ -442,3 +442,9 @@ def test_what_does_not_fit_is_refused_with_the_remedy(batch: _Batch) -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             troll(**(arguments | change))
+
+
+def test_metrics_carry_no_gradient(batch: _Batch) -> None:
+    result = batch.sparse(batch.logits.clone().requires_grad_(), 2)
+    assert result.loss.requires_grad
+    assert not any(metric.requires_grad for metric in result.metrics.values())

@@ -59,7 +59,7 @@ class Tokens:
     ) -> dict[str, Tensor]:
         """`ratio_mean`, `ratio_max`; where a rule acted on some tokens, their share `clipped`; and
         `divergence_mean` and `divergence_max` where a token's distance from the old policy is known."""
-        means, maxima = {"ratio_mean": ratio.detach()}, {"ratio_max": ratio.detach()}
+        means, maxima = {"ratio_mean": ratio}, {"ratio_max": ratio}
         if acted is not None:
             means["clipped"] = acted
         if distance is not None:

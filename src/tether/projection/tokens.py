@@ -81,7 +81,7 @@ class ProjectedTokens:
             "kl_projected_mean": self.projected_kl,
             "projected": acted,
             "mean_step": torch.where(acted, self.step, 0.0),
-            "regression": self.regression.detach(),
+            "regression": self.regression,
             "tail_mass": self.tail_mass,
         }
         maxima = {"kl_max": self.kl, "kl_projected_max": self.projected_kl}
@@ -98,15 +98,15 @@ def _those_known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
 def measure_tokens(
     mask: Tensor, means: dict[str, Tensor], maxima: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Means and maxima over the tokens that count, by name. Flags are counted; a sequence's value
-    [B, 1] is that of its tokens.
+    """Means and maxima over the tokens that count, by name, without gradient. Flags are counted; a sequence's
+    value [B, 1] is that of its tokens.
 
     All at once: an accelerator's host takes longer to ask for each than the accelerator to find them.
     """
     found: dict[str, Tensor] = {}
     for reduce, values in ((masked_mean, means), (masked_max, maxima)):
         if values:
-            stacked = torch.stack([value.expand(mask.shape) for value in values.values()])
+            stacked = torch.stack([value.detach().expand(mask.shape) for value in values.values()])
             found |= dict(zip(values, reduce(stacked, mask).unbind(), strict=True))
     return found
 
