@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from benchmarks.bench import contestants
+from benchmarks.bench.sections import ALL, CHECKS, FEW
 from benchmarks.bench.shapes import GPU, TINY
 from benchmarks.bench.timing import seconds
 from benchmarks.bench.workload import make_workloads
@@ -28,12 +29,8 @@ from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results" / "bench" / "host_work.jsonl"
 REPEATS = 5
-RATES = (0.001, 1.0)
-CONTESTANTS = {
-    "clip in one pass": contestants.fused_clip,
-    "TROLL in one pass": contestants.fused_troll,
-    "exact in one pass": contestants.fused_exact,
-}
+RATES = (FEW, ALL)
+CONTESTANTS = ("clip in one pass", "TROLL in one pass", "exact in one pass")
 
 
 def measure(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
@@ -81,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = make_workloads(shape, "peaked", RATES, device)
     name = "CPU" if given.dry_run else torch.cuda.get_device_name()
     for rate in RATES:
-        for contestant, loss in CONTESTANTS.items():
+        for contestant in CONTESTANTS:
+            loss, _ = CHECKS[contestant]
             found = measure(contestants.step(loss, work[rate]), device)
             print(
                 f"{contestant:20s} {rate:6.1%} outside  {statistics.median(found['milliseconds']):7.1f} ms, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,7 @@ def test_what_it_certifies_is_inside_over_the_whole_vocabulary(spread: float) ->
     ratio_range = difference.amax(-1) - difference.amin(-1)
     found = _found(new, SparseLogProbs.from_logits(old_logits, 8), ratio_range)
     assert bool((kl[found.certified] <= BOUND).all())
-    assert bool((found.kl.double() <= kl * (1 + 1e-12)).all())
+    assert bool((found.kl.double() <= kl).all())
     assert 0 < int(found.certified.sum()) < N
 
 
@@ -99,7 +100,9 @@ def test_empty_slots_hold_nothing() -> None:
     ratio_range = torch.full((N,), 0.3, dtype=torch.float64)
     found, expected = _found(new, wider, ratio_range), _found(new, old, ratio_range)
     assert torch.equal(found.certified, expected.certified)
-    torch.testing.assert_close(found.kl, expected.kl, rtol=1e-5, atol=1e-5)
+    # What is allowed for rounding grows with the logarithm of the slots; both are rounded once when stored.
+    epsilon = torch.finfo(new.dtype).eps
+    torch.testing.assert_close(found.kl, expected.kl, rtol=2 * epsilon, atol=16 * epsilon * math.log(10 / 7))
 
 
 @pytest.mark.parametrize("spoil", ["logit", "log_sum of nothing", "old", "tail", "least", "range"])

@@ -23,7 +23,8 @@ def certify_kernel(
     new = new.to(tl.float64)
     old = tl.load(old_log_probs + row * slots + slot, mask=slot < slots, other=float("-inf")).to(tl.float64)
     # `SparseLogProbs.from_log_probs`: what is left to the tail, as the precision of the logits allows.
-    kept = tl.minimum(tl.log(tl.sum(tl.exp(new), 0)), -tl.full((), EPSILON, tl.float64))
+    held_mass = tl.sum(tl.exp(new), 0)
+    kept = tl.minimum(tl.log(held_mass), -tl.full((), EPSILON, tl.float64))
     tail = tl.maximum(tl.log(1 - tl.exp(kept)), tl.full((), SMALLEST, tl.float64))
     whole = tl.sum(held.to(tl.int32), 0) >= vocabulary
     tail = tl.where(whole, float("-inf"), tail)
@@ -31,14 +32,10 @@ def certify_kernel(
     mass = tl.exp(tail)
     old_mass = tl.exp(old_tail)
     # `kl_categorical` of both with their tails.
-    log_new = new - tl.log(tl.sum(tl.exp(new), 0) + mass)
-    log_old = old - tl.log(tl.sum(tl.exp(old), 0) + old_mass)
-    probs = tl.exp(log_new)
-    terms = tl.where(probs == 0, 0.0, probs * (log_new - log_old))
-    tail_new = tail - tl.log(tl.sum(tl.exp(new), 0) + mass)
-    tail_old = old_tail - tl.log(tl.sum(tl.exp(old), 0) + old_mass)
-    tail_probs = tl.exp(tail_new)
-    kl = tl.sum(terms, 0) + tl.where(tail_probs == 0, 0.0, tail_probs * (tail_new - tail_old))
+    log_sum_new = tl.log(held_mass + mass)
+    log_sum_old = tl.log(tl.sum(tl.exp(old), 0) + old_mass)
+    kl = tl.sum(_term(new - log_sum_new, old - log_sum_old), 0)
+    kl += _term(tail - log_sum_new, old_tail - log_sum_old)
     kl = tl.where(kl < 0, 0.0, kl)
     # `_bounds`.
     slack = 8 * coarser * (tl.full((), TERMS, tl.float64) + kl)
@@ -65,3 +62,10 @@ def certify_kernel(
     tl.store(tail_mass_out + row, mass)
     tl.store(inside_out + row, inside.to(tl.int8))
     tl.store(uncertain_out + row, (~(inside | (lower > limit))).to(tl.int8))
+
+
+@triton.jit
+def _term(log_new, log_old):
+    """p log(p / q), which is zero where p is."""
+    prob = tl.exp(log_new)
+    return tl.where(prob == 0, 0.0, prob * (log_new - log_old))

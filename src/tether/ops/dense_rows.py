@@ -203,7 +203,8 @@ def to_gradient(
         grad: where the gradient goes, [n, V]: another tensor, or `logits` again.
         own: what arrived for the network's own log-probabilities of `ids` and its entropies, [n].
         old: old logits, [m, V], in the order of the rows; None if there are none.
-        old_rows: which of them belong to a row, [n]; -1 for rows that do not act. A CPU has no others.
+        old_rows: which of them is each row's, [n]; -1 at rows that do not act. On a CPU those that act have
+            all of `old`.
         upstream: what arrived for the projections, [n].
         plain: whether a row that acts may have been left to this function.
     """

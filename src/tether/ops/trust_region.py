@@ -73,10 +73,9 @@ def linear_trust_region(
     Memory beyond inputs, outputs and gradients is that of `linear_log_probs` for each policy: 2^24 logits
     (which a CPU keeps for the backward pass if the batch has no more; an accelerator takes at least 1024
     rows, old logits for those alone that no certificate clears, and the gradient beside them where the
-    products take it in half precision), and a few blocks
-    that fit a CPU's cache (on an accelerator an eighth of the logits, about ten times). Gradients flow to
-    `hidden`, `weight` and `bias`; nothing flows into the old policy. An accelerator is asked, a block at a
-    time, which rows need work.
+    products take it in half precision), and a few blocks that fit a CPU's cache (on an accelerator an eighth
+    of the logits, about ten times). Gradients flow to `hidden`, `weight` and `bias`; nothing flows into the
+    old policy. An accelerator is asked, a block at a time, which rows need work.
 
     Args:
         hidden: last hidden states of the new policy, [N, D].
