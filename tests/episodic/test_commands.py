@@ -184,8 +184,10 @@ def test_evaluation_shows_a_table_and_writes_what_it_shows(
     shown = capsys.readouterr().out
     numbers = json.loads(out.read_text())
     assert (numbers["env"], numbers["step"], numbers["episodes"]) == (POINT, 4, 5)
+    assert "success at any step" in shown
     for policy in ("deterministic", "stochastic"):
         assert policy in shown
+        assert f"{numbers[policy]['distance']['mean']:.4g}" in shown  # the environment's own number
         assert f"{numbers[policy]['return']['mean']:.4g}" in shown
     assert numbers["deterministic"]["return"] != numbers["stochastic"]["return"]
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
@@ -230,6 +232,7 @@ def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
     wilson = scipy.stats.binomtest(2, 9).proportion_ci(method="wilson")
     share = summarise_evaluation(result, "success")["success"]
     assert share["mean_interval"] == pytest.approx([wilson.low, wilson.high])
+    assert "interquartile_mean" not in share  # 0: the middle half of two successes in nine
     nothing = np.full(9, np.nan)
     empty = Evaluation(success, success, values, values, {"height": nothing}, True)
     assert summarise_evaluation(empty, "height")["height"] == {"known": 0}
@@ -239,10 +242,10 @@ def test_an_evaluation_shows_what_the_task_is_judged_by_and_no_other_success() -
     """Hopper Jump has a height and no success: 0 % beside a good jump would look like a failure."""
     values = np.ones(4)
     never, once = np.zeros(4, bool), np.array([True, False, False, False])
-    result = Evaluation(never, once, values, values, {"max_height": values}, True)
-    assert list(summarise_evaluation(result, "max_height")) == ["max_height", "return", "jerk"]
+    result = Evaluation(never, once, values, values, {"distance": values, "max_height": values}, True)
+    assert list(summarise_evaluation(result, "max_height")) == ["max_height", "distance", "return", "jerk"]
     shares = summarise_evaluation(result, "success")
-    assert list(shares) == ["success", "success_any", "return", "jerk"]
+    assert list(shares) == ["success", "success_any", "distance", "max_height", "return", "jerk"]
     assert (shares["success"]["mean"], shares["success_any"]["mean"]) == (0.0, 0.25)
 
 

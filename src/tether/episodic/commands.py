@@ -15,7 +15,7 @@ from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_se
 from tether.episodic.figures import sample_motions, save_exploration
 from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, TrainConfig, comparison_runs
 from tether.episodic.render import render_motions
-from tether.episodic.run_kind import EPISODIC_RUNS
+from tether.episodic.run_kind import EPISODIC_RUNS, metric_text
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import MAY_CHANGE, config_of, load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
@@ -130,8 +130,7 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
     """Measure a run's policy, deterministic and stochastic, and write the numbers as JSON.
 
     Returns:
-        What the file holds: for "deterministic" and "stochastic", for each measure its mean, its
-        interquartile mean and their 95 % intervals over the episodes.
+        What the file holds: for "deterministic" and "stochastic", each measure of `summarise_evaluation`.
 
     Raises:
         CheckpointError: not an episodic run, or no such checkpoint.
@@ -158,28 +157,35 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
 
 
 def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[str, Any]]:
-    """What the task is judged by, return and roughness: mean and interquartile mean with 95 % intervals.
+    """What the task is judged by, the environment's other numbers, return and roughness.
 
-    "success" is at the last step, "success_any" at any. Their intervals are Wilson's, the others are
-    bootstrap intervals over the episodes, or None where the episodes do not differ: it would have no width
-    and look like certainty. Success is left out where another number is the headline: such a task (Hopper
-    Jump) may define none, and 0 would look like a failure. Episodes that lack a number (one that never landed
-    has no landing distance) are left out; "known" counts the rest.
+    Each with its mean, interquartile mean and their 95 % intervals over the episodes. "success" is at the
+    last step, "success_any" at any; of these shares the middle half says nothing, and they have a mean alone.
+    Their intervals are Wilson's, the others are bootstrap intervals, or None where episodes do not differ: it
+    would have no width and look like certainty. Success is left out where another number is the headline:
+    such a task (Hopper Jump) may define none, and 0 would look like a failure. Episodes that lack a number
+    (one that never landed has no landing distance) are left out; "known" counts the rest.
     """
-    measures = {headline: result.headline(headline)}
+    shares: dict[str, np.ndarray[Any, Any]] = {}
     if headline == "success":
-        measures["success_any"] = result.success_any.astype(np.float64)
-    measures |= {"return": result.returns, "jerk": result.jerk}
-    return {name: _measure(values, name in ("success", "success_any")) for name, values in measures.items()}
+        shares = {"success": result.success, "success_any": result.success_any}
+    others = {} if shares else {headline: result.headline(headline)}
+    others |= result.extras | {"return": result.returns, "jerk": result.jerk}
+    return {name: _measured_share(values) for name, values in shares.items()} | {
+        name: _measured(values) for name, values in others.items()
+    }
 
 
-def _measure(values: np.ndarray[Any, np.dtype[np.float64]], is_share: bool) -> dict[str, Any]:
+def _measured_share(values: np.ndarray[Any, Any]) -> dict[str, Any]:
+    mean = proportion_interval(float(values.mean()), values.size)
+    return {"known": int(values.size), "mean": mean.value, "mean_interval": _bounds(mean)}
+
+
+def _measured(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
     known = values[~np.isnan(values)]
     if not known.size:
         return {"known": 0}
-    share = float(known.mean())
-    mean = proportion_interval(share, known.size) if is_share else bootstrap_interval(known)
-    middle = bootstrap_interval(known, interquartile_mean)
+    mean, middle = bootstrap_interval(known), bootstrap_interval(known, interquartile_mean)
     return {
         "known": int(known.size),
         "mean": mean.value,
@@ -195,6 +201,7 @@ def _bounds(interval: Interval) -> list[float] | None:
 
 def print_evaluation(numbers: dict[str, Any]) -> None:
     """Show what `eval_command` measured as a table."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -205,17 +212,26 @@ def print_evaluation(numbers: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     for policy in ("deterministic", "stochastic"):
-        table = Table(title=f"{policy} policy", title_justify="left")
-        for name in ("measure", "mean", "95 % interval", "interquartile mean", "95 % interval"):
-            table.add_column(name, justify="left" if name == "measure" else "right")
+        # As narrow as it goes: an interval on two lines is hard to read.
+        table = Table(
+            title=f"{policy} policy",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for name in ("measure", "mean", "95 % interval", "middle\nhalf", "95 % interval"):
+            first = name == "measure"
+            table.add_column(name, justify="left" if first else "right", no_wrap=first)
         for name, found in numbers[policy].items():
-            row = [name.replace("_", " ")]
+            row = [metric_text(name)]
             for key in ("mean", "interquartile_mean"):
                 bounds = found.get(f"{key}_interval")
-                row.append(f"{found[key]:.4g}" if found["known"] else "unknown")
+                row.append(f"{found[key]:.4g}" if key in found else "" if found["known"] else "unknown")
                 row.append("{:.4g} to {:.4g}".format(*bounds) if bounds else "")
             table.add_row(*row)
         console.print(table)
+    console.print("Middle half: its mean, the interquartile mean.")
 
 
 def compare_command(config: CompareConfig) -> list[Path]:
