@@ -3,7 +3,7 @@
     python benchmarks/episodic_curves.py
 
 Both come from the tables under benchmarks/results/episodic, nothing is trained. In the picture thin lines are
-seeds, or the tasks of a suite, and the thick one is their mean; the tables are Markdown, printed for
+seeds, or the tasks of a suite, and the thick one is their mean; the tables are Markdown. What was found is in
 docs/episodic_results.md.
 """
 

@@ -166,17 +166,17 @@ def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[st
     such a task (Hopper Jump) may define none, and 0 would look like a failure. Episodes that lack a number
     (one that never landed has no landing distance) are left out; "known" counts the rest.
     """
-    shares: dict[str, np.ndarray[Any, Any]] = {}
+    measures: dict[str, np.ndarray[Any, Any]] = {headline: result.headline(headline)}
     if headline == "success":
-        shares = {"success": result.success, "success_any": result.success_any}
-    others = {} if shares else {headline: result.headline(headline)}
-    others |= result.extras | {"return": result.returns, "jerk": result.jerk}
-    return {name: _measured_share(values) for name, values in shares.items()} | {
-        name: _measured(values) for name, values in others.items()
+        measures = {"success": result.success, "success_any": result.success_any}
+    measures |= result.extras | {"return": result.returns, "jerk": result.jerk}
+    return {
+        name: _measured_share(values) if values.dtype == np.bool_ else _measured(values)
+        for name, values in measures.items()
     }
 
 
-def _measured_share(values: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _measured_share(values: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, Any]:
     mean = proportion_interval(float(values.mean()), values.size)
     return {"known": int(values.size), "mean": mean.value, "mean_interval": _bounds(mean)}
 
@@ -224,10 +224,10 @@ def print_evaluation(numbers: dict[str, Any]) -> None:
             first = name == "measure"
             table.add_column(name, justify="left" if first else "right", no_wrap=first)
         for name, found in numbers[policy].items():
-            row = [metric_text(name)]
+            row, lacking = [metric_text(name)], "" if found["known"] else "unknown"
             for key in ("mean", "interquartile_mean"):
                 bounds = found.get(f"{key}_interval")
-                row.append(f"{found[key]:.4g}" if key in found else "" if found["known"] else "unknown")
+                row.append(f"{found[key]:.4g}" if key in found else lacking)
                 row.append("{:.4g} to {:.4g}".format(*bounds) if bounds else "")
             table.add_row(*row)
         console.print(table)
