@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tether.episodic.curves import by_study, markdown_table
+from tether.episodic.curves import by_study, markdown_table, pace
 from tether.experiments import StudyTable
 from tether.experiments.run_data import RunData
 from tether.experiments.statistics import difference_interval, permutation_p_value
@@ -46,7 +46,6 @@ def rows(variants: Variants) -> list[dict[str, str]]:
     for label, runs in variants.items():
         returns = [last_quarter(run, "return_greedy") for run in runs]
         change, p = difference_interval(returns, reference), permutation_p_value(returns, reference)
-        seconds = np.mean([1000 * run.evals[-1]["time_s"] / steps(run) for run in runs])
         interval = f"{change.value:+.0f} ({change.low:+.0f} to {change.high:+.0f})"
         found.append({
             "settings": label,
@@ -58,7 +57,7 @@ def rows(variants: Variants) -> list[dict[str, str]]:
             "to published": "" if label == PUBLISHED else interval,
             "p": "" if label == PUBLISHED else f"{p:.2f}",
             "jerk": f"{np.mean([last_quarter(run, 'jerk_greedy') for run in runs]):.3g}",
-            "seconds for 1000 steps": f"{seconds:.2f}",
+            "seconds for 1000 steps": f"{pace(runs):.2f}",
         })  # fmt: skip
     return found
 

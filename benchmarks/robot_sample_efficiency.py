@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tether.episodic.curves import headline_of, markdown_table
+from tether.episodic.curves import headline_of, markdown_table, pace
 from tether.experiments import StudyTable
 from tether.experiments.run_data import RunData
 from tether.kinds import KINDS
@@ -45,8 +45,6 @@ def rows(runs: Grouped, long_runs: Grouped) -> list[dict[str, str]]:
         taken = {algo: [steps_to(run, wanted) for run in seeds] for algo, seeds in by_algo.items()}
         means = {algo: np.mean([steps for steps, _ in seeds]) for algo, seeds in taken.items()}
         for algo, seeds in taken.items():
-            ends = [run.evals[-1] for run in by_algo[algo]]
-            seconds = np.mean([1000 * end["time_s"] / end["env_steps"] for end in ends])
             found.append({
                 "task": env,
                 "learner": algo,
@@ -54,7 +52,7 @@ def rows(runs: Grouped, long_runs: Grouped) -> list[dict[str, str]]:
                 "steps, mean": f"{means[algo]:,.0f}",
                 "seeds": ", ".join(f"{'' if come else '>'}{steps / 1000:.0f}k" for steps, come in seeds),
                 "TCE's steps over these": f"{means['tce'] / means[algo]:.1f}",
-                "seconds for 1000 steps": f"{seconds:.2f}",
+                "seconds for 1000 steps": f"{pace(by_algo[algo]):.2f}",
             })  # fmt: skip
     return found
 

@@ -137,6 +137,12 @@ def at_budget(run: RunData, budget: float) -> Mapping[str, Any]:
     return [row for row in run.evals if row["env_steps"] <= budget][-1]
 
 
+def pace(runs: Iterable[RunData]) -> float:
+    """Seconds for a thousand environment steps, learning and evaluation with them; the mean of runs."""
+    ends = [run.evals[-1] for run in runs]
+    return float(np.mean([1000 * end["time_s"] / end["env_steps"] for end in ends]))
+
+
 def task_rows(runs: Iterable[RunData]) -> list[dict[str, str]]:
     """What each study came to after a quarter, half and all of the steps that its shortest run took.
 
