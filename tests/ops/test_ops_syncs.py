@@ -120,7 +120,7 @@ def test_the_exact_trust_region_asks_which_rows_need_work(settings: dict[str, bo
 # How many rows are projected, and how many are left to the plain path.
 KERNELS_FORWARD: Waits = {
     ("ops/trust_region.py:evaluate_block", ROWS): 1,
-    ("ops/dense_rows_triton.py:compare_rows", TO_HOST): 1,
+    ("ops/backlog.py:Backlog.read", TO_HOST): 1,
 }
 KERNELS_BACKWARD: Waits = {
     ("ops/trust_region.py:Arrived.rows", ROWS): 1,

@@ -96,5 +96,4 @@ def _draw(eligible: Tensor, count: int, generator: torch.Generator | None) -> Te
     device = "cpu" if generator is None else generator.device
     order = torch.randperm(len(candidates), generator=generator, device=device).to(candidates.device)
     drawn = torch.zeros_like(eligible).flatten()
-    drawn[candidates[order[:count]]] = True
-    return drawn.view_as(eligible)
+    return drawn.index_fill_(0, candidates[order[:count]], True).view_as(eligible)

@@ -79,5 +79,5 @@ def _highest(covariance: Tensor, count: int) -> Tensor:
     """The `count` highest entries as a mask, earlier ones first; never one that does not count (-inf)."""
     flat = covariance.flatten()
     chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[flat.argsort(descending=True, stable=True)[:count]] = True
+    chosen.index_fill_(0, flat.argsort(descending=True, stable=True)[:count], True)
     return (chosen & ~torch.isneginf(flat)).view_as(covariance)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tether.ops import dense_rows
+from tether.ops.backlog import Backlog
 from tether.ops.dense_rows import Compared, ProjectedUpstream, by_reference
 from tether.ops.dense_rows_triton_kernels import (
     LEFT,
@@ -43,9 +44,17 @@ def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def compare_rows(
-    new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None
+    new: Tensor,
+    old: Tensor,
+    ids: Tensor,
+    kl_bound: float,
+    *,
+    project: bool,
+    rows: Tensor | None = None,
+    meanwhile: Backlog | None = None,
 ) -> Compared:
     """`dense_rows.compare_rows`; the host waits once for how many rows are projected and how many left."""
+    meanwhile = Backlog() if meanwhile is None else meanwhile
     found = new.new_empty((len(old), _FOUND))
     bound = found.new_full((1,), kl_bound if project else torch.inf, dtype=torch.float64)
     outcome = new.new_empty(len(old), dtype=torch.int8)
@@ -57,7 +66,7 @@ def compare_rows(
             CHANGE=LARGEST_CHANGE[new.dtype], FOUND=_FOUND, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     counts = [(outcome == code).sum() for code in (LEFT.value, PROJECTED.value)]
-    left, projected = torch.stack(counts).tolist()
+    left, projected = meanwhile.read(torch.stack(counts))
     order = outcome.argsort(descending=True)
     hard, easy = order[:left], order[left : left + projected]
     kl = found[:, 0].contiguous()

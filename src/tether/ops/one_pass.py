@@ -7,12 +7,14 @@ gradient before the next block takes their place. What the loss is, its caller k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.ops.backlog import Backlog
 from tether.ops.head import HeadGradients, gradient_dtype
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.linear import empty_results, kernels_for, workspace
@@ -116,11 +118,12 @@ def trust_region_in_one_pass(
         whole = PolicyPair.of(new.head, hidden, weight, bias, old, rows=rows, kernels=kernels)
         ratio_range = whole.log_ratio_range()
         total = HeadGradients(_needed(new), hidden, weight, bias, whole.buffers.dtype)
-        state = TokenState.empty(hidden)
+        state, backlog = TokenState.empty(hidden), Backlog()
 
         def gradient_of(block: slice) -> tuple[slice | Tensor, Tensor]:
             """Rows that received any, and the gradient of the head's raw output for them."""
-            held = evaluate_block(whole, block, ids, ratio_range, kl_bound, state)
+            held = evaluate_block(whole, block, ids, ratio_range, kl_bound, state, backlog)
+            backlog.finish()  # which holds the last gradient of logits: its memory is the next one's
             some = state.part(block)
             if may_ask(hidden):
                 check_values(some, first=block.start)
@@ -135,8 +138,12 @@ def trust_region_in_one_pass(
         for block in blocks:
             rows, grad = gradient_of(block)
             if len(grad):
-                total.add(rows, grad)
+                backlog.keep(partial(total.add, rows, grad))
+            # In place of the logits, it must go before the next ones come.
+            if not grad.is_cuda or grad.dtype == whole.buffers.dtype:
+                backlog.finish()
             del grad  # before the next block's
+        backlog.finish()
         if not may_ask(hidden):
             check_values(state)
         return total

@@ -77,7 +77,8 @@ class TokenState(ProjectedTokens):
 
     def put(self, rows: Tensor, projection: ProjectedRows) -> None:
         """Note what the projection of some rows found."""
-        self.projected[rows] = True
+        # A number that is assigned to positions is copied to the device, and the host waits for it.
+        self.projected.index_fill_(0, rows, True)
         for name, value in projection._asdict().items():
             getattr(self, name)[rows] = value
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops import dense_rows
+from tether.ops.backlog import Backlog
 from tether.ops.checks import signed
 from tether.ops.dense_rows import ProjectedUpstream
 from tether.ops.head import Head, HeadGradients, gradient_dtype
@@ -145,10 +146,10 @@ class _LinearTrustRegion(torch.autograd.Function):
         with head.weights_at_hand():
             pair = PolicyPair.of(head, hidden, weight, bias, old, sequences, kernels=kernels)
             ratio_range = pair.log_ratio_range()
-            held = None
+            held, nothing_else = None, Backlog()
             for block in pair.every_block():
                 held = None  # given back before the next is formed
-                held = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
+                held = evaluate_block(pair, block, ids, ratio_range, kl_bound, state, nothing_else)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
         check_values(state)
@@ -185,9 +186,18 @@ def _pair_of(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> P
 
 
 def evaluate_block(
-    pair: PolicyPair, block: slice, ids: Tensor, ratio_range: Tensor, kl_bound: float, state: TokenState
+    pair: PolicyPair,
+    block: slice,
+    ids: Tensor,
+    ratio_range: Tensor,
+    kl_bound: float,
+    state: TokenState,
+    meanwhile: Backlog,
 ) -> OldRows:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
+
+    Args:
+        meanwhile: what an accelerator can do while it is asked how many rows are outside the bound.
 
     Returns:
         Those of the block whose old logits had to be formed.
@@ -206,7 +216,9 @@ def evaluate_block(
     # Without a certificate the rows are consecutive, and need no copy.
     rows = None if unknown.numel() == len(new) else unknown
     project = pair.sequences is None
-    compared = dense.compare_rows(new, old, ids[unknown], kl_bound, project=project, rows=rows)
+    compared = dense.compare_rows(
+        new, old, ids[unknown], kl_bound, project=project, rows=rows, meanwhile=meanwhile
+    )
     state.kl[at] = compared.kl
     for outside, projection in compared.projections:
         state.put(at[outside], projection)

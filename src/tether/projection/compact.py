@@ -144,7 +144,7 @@ class CompactLogProbs:
         rows = has_kept.nonzero().squeeze(-1)
         places = self.kept[rows]
         others = log_probs.clone()
-        others[row[places], slot[places]] = -torch.inf
+        others.index_put_((row[places], slot[places]), others.new_full((), -torch.inf))
         total = torch.cat((others, self.log_tail[:, None]), -1).logsumexp(-1)
         left = torch.where(has_kept, log1mexp(self.kept_log_probs), 0.0)
         # Where rounding leaves nothing to share, or there was nothing, the others stay as they are.
