@@ -32,9 +32,9 @@ class Backlog:
     def read(self, numbers: Tensor) -> list[int]:
         """Numbers that are on the device, [n]; what is kept is asked for meanwhile."""
         if self._kept:
-            numbers = numbers.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+            with torch.cuda.device_of(numbers):
+                numbers, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+                arrived.record()
             self.finish()
             arrived.synchronize()
         found: list[int] = numbers.tolist()
