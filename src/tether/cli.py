@@ -156,10 +156,13 @@ def _llm_train(arguments: list[str]) -> None:
     from tether.llm.config import TrainConfig
 
     config = _parse(TrainConfig, "tether llm train", arguments)
+    from tether.llm.process import end_process_group, is_main_process
     from tether.llm.train import train
 
     run = train(config)
-    print(f"The run is in {run.path}. See it with: tether report {shlex.quote(str(run.path))}")
+    end_process_group()
+    if is_main_process():
+        print(f"The run is in {run.path}. See it with: tether report {shlex.quote(str(run.path))}")
 
 
 def _llm_eval(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from two_processes_train import train_scripted
 from ranks import rank_environment
 from tether.errors import ConfigError
 from tether.experiments import RunFolder
-from tether.llm.process import is_main_process, process_count
+from tether.llm.process import end_process_group, is_main_process, process_count
 from tether.llm.trainers import _responses_per_process
 
 WORKER = Path(__file__).with_name("two_processes_train.py")
@@ -90,6 +90,14 @@ def test_one_process_writes_and_each_keeps_its_random_numbers(together: Path) ->
     log = (together / "log").read_text()
     assert log.count("8/8") == 2, "one display for each run"
     assert log.count("Stopped at step 4 of 8") == 1
+
+
+def test_a_command_lets_go_of_its_group(tmp_path: Path) -> None:
+    end_process_group()  # there is none
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    end_process_group()
+    assert not torch.distributed.is_initialized()
 
 
 def test_batches_that_processes_cannot_share_are_refused(

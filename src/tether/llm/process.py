@@ -37,6 +37,14 @@ def is_main_process() -> bool:
     return _number("RANK", 0) == 0
 
 
+def end_process_group() -> None:
+    """Let go of what the processes spoke through, as PyTorch asks of a program before it ends."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def local_rank() -> int:
     """Which of this machine's accelerators is this process's."""
     return _number("LOCAL_RANK", 0)
