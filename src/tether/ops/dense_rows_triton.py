@@ -44,15 +44,9 @@ def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def compare_rows(
-    new: Tensor,
-    old: Tensor,
-    ids: Tensor,
-    kl_bound: float,
-    *,
-    project: bool,
-    rows: Tensor | None = None,
+    new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None,
     meanwhile: Backlog | None = None,
-) -> Compared:
+) -> Compared:  # fmt: skip
     """`dense_rows.compare_rows`; the host waits once for how many rows are projected and how many left."""
     meanwhile = Backlog() if meanwhile is None else meanwhile
     found = new.new_empty((len(old), _FOUND))
