@@ -146,10 +146,10 @@ class _LinearTrustRegion(torch.autograd.Function):
         with head.weights_at_hand():
             pair = PolicyPair.of(head, hidden, weight, bias, old, sequences, kernels=kernels)
             ratio_range = pair.log_ratio_range()
-            held, nothing_else = None, Backlog()
+            held = None
             for block in pair.every_block():
                 held = None  # given back before the next is formed
-                held = evaluate_block(pair, block, ids, ratio_range, kl_bound, state, nothing_else)
+                held = evaluate_block(pair, block, ids, ratio_range, kl_bound, state)
             if sequences is not None:
                 project_sequences(pair, ids, state, kl_bound)
         check_values(state)
@@ -192,7 +192,7 @@ def evaluate_block(
     ratio_range: Tensor,
     kl_bound: float,
     state: TokenState,
-    meanwhile: Backlog,
+    meanwhile: Backlog | None = None,
 ) -> OldRows:
     """Everything the forward pass finds out about some rows, but for steps that sequences share.
 
