@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +91,7 @@ def test_a_large_program_may_start_others(sandbox: Sandbox) -> None:
         "for _ in range(20): subprocess.run([sys.executable, '-S', '-c', ''])\nprint('all')"
     )
     done = sandbox.run(code, time_limit=60, memory_limit=MEMORY)
-    assert (done.status, done.stdout) == ("ok", "all\n")
+    assert (done.status, done.stdout, done.detail) == ("ok", "all\n", "")
 
 
 def test_a_vfork_that_lasts_counts_once(sandbox: Sandbox) -> None:
@@ -99,6 +101,45 @@ def test_a_vfork_that_lasts_counts_once(sandbox: Sandbox) -> None:
         f"if {vfork} == 0:\n    time.sleep(.5)\n    os._exit(0)"
     )
     assert sandbox.run(code, time_limit=20, memory_limit=MEMORY).status != "memory"
+
+
+def test_a_vfork_that_ends_while_it_is_counted_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are its parent's and may be seen a little later, when there are more of them."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    # The kernel holds the parent until the child has opened the gate and become another program.
+    code = (
+        "import os, sys\nx = b'x' * (60 * 2**20)\n"
+        "opens = (os.POSIX_SPAWN_OPEN, 3, sys.argv[1], os.O_RDONLY, 0)\n"
+        "os.posix_spawn('/bin/cat', ['cat'], {}, file_actions=[opens]); print('spawned', flush=True)\n"
+        "os.wait()"
+    )
+    count, looks = memory_watch._proportional, list[str]()
+    argv = [sys.executable, "-c", code, str(gate)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
+        assert one.stdin is not None
+        assert one.stdout is not None
+        while not (below := memory_watch._descendants(one.pid)):
+            time.sleep(0.01)
+        parent, _ = memory_watch._look(one.pid)
+        as_one = memory_watch._same_memory(one.pid, below[0].process)
+
+        def count_and_open(place: str) -> int:
+            told = count(place)
+            if not looks:
+                gate.write_bytes(b"")
+                one.stdout.readline()
+            looks.append(place)
+            return told
+
+        monkeypatch.setattr(memory_watch, "_proportional", count_and_open)
+        held = memory_watch._pages([parent, below[0]._replace(pages=parent.pages + 4096)], 1 << 40)
+        one.stdin.close()
+    assert as_one
+    assert len(looks) == 2
+    assert 60 << 20 <= held < 90 << 20
 
 
 def test_small_maps_are_shared_and_large_ones_refused(sandbox: Sandbox) -> None:

@@ -192,8 +192,9 @@ def _mappings(place: str, most: int) -> int:
 def _pages(seen: list[_Seen], most: int) -> int:
     """Pages of all processes, each one once, and their page tables; no further counted than to `most`."""
     total, counted = 0, list[int]()
-    for one in sorted(seen, key=lambda one: -one.pages):
-        # A process that was made by vfork and did not yet become another program shares all.
+    for one in seen:
+        # What vfork made shares all until it becomes another program; it comes after its parent, since what
+        # became one while its own pages were counted would leave its parent's to be counted once more.
         if not any(_same_memory(one.process, other) for other in counted):
             counted.append(one.process)
             total += _proportional(one.place)
