@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tether.ops.backlog import Backlog
 from tether.ops.head import Head
 from tether.ops.policy_pair import rows_at_a_time
 from tether.ops.rows import Upstream, probs_to_gradient, reduce_rows
@@ -62,9 +63,15 @@ def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def compare_rows(
-    new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None,
-    **_: Any,
-) -> Compared:  # fmt: skip
+    new: Tensor,
+    old: Tensor,
+    ids: Tensor,
+    kl_bound: float,
+    *,
+    project: bool,
+    rows: Tensor | None = None,
+    meanwhile: Backlog | None = None,
+) -> Compared:
     """Compare rows of logits [n, V], and project those outside the bound, each with a step of its own.
 
     On a CPU `AnchoredCurve` does it where it can; `rows_kl` and `Geodesic` take what it cannot, and on an
@@ -72,6 +79,7 @@ def compare_rows(
 
     Args:
         rows: which rows of `new` the old ones belong to, if not all.
+        meanwhile: left alone, as nothing waits here; the kernels' function of this name works on it.
     """
     if not may_ask(new):
         kl, every = new.new_empty(len(old)), torch.arange(len(old), device=old.device)
