@@ -56,6 +56,7 @@ SETTINGS = {
     "trust_region.target_entropy": "entropy bound falls to, a weight",
     "update.learning_rate": "learning rate",
     "update.final_learning_rate_fraction": "learning rates fall to",
+    "update.learning_rates_fall_from": "they fall from this part of training on",
     "update.epochs": "epochs",
     "update.weight_decay": "weight decay",
     "update.gamma": "discount",
@@ -73,7 +74,8 @@ OF_TCE_ALONE = (
 
 BY_CODE = ("policy_input", "critic.time_input", "critic.state_stride", "critic.normalise_targets",
            "update.shift_rewards", "update.include_last_reward",
-           "update.final_learning_rate_fraction", "env_options", "trust_region.pull_covariance")  # fmt: skip
+           "update.final_learning_rate_fraction", "update.learning_rates_fall_from", "env_options",
+           "trust_region.pull_covariance")  # fmt: skip
 
 _COMMON: dict[str, Any] = {
     "env_options": {},
@@ -86,6 +88,7 @@ _COMMON: dict[str, Any] = {
     "critic.normalise_targets": False,
     "trust_region.method": "kl",
     "trust_region.target_entropy": None,
+    "update.learning_rates_fall_from": 0.0,
     "update.gamma": 1.0,
 }
 _TCE: dict[str, Any] = _COMMON | {

@@ -473,6 +473,9 @@ def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
             TrustRegionConfig(regression_weight=weight)
     with pytest.raises(ConfigError, match=r"final_learning_rate_fraction must lie in \(0, 1\]"):
         UpdateConfig(final_learning_rate_fraction=0.0)
+    for late in (-0.1, 1.0, math.nan):
+        with pytest.raises(ConfigError, match=rf"learning_rates_fall_from must lie in \[0, 1\), got {late}"):
+            UpdateConfig(learning_rates_fall_from=late)
     with pytest.raises(ConfigError, match="cut at 2 points or more, got segment_points=0"):
         UpdateConfig(segment_points=0)
     for rates in ({"learning_rate": math.inf}, {"weight_decay": math.nan}, {"learning_rate": math.nan}):

@@ -175,6 +175,9 @@ class UpdateConfig:
     final_learning_rate_fraction: float = 0.01
     """Fraction to which all learning rates fall linearly, the critic's too; 1 keeps them."""
 
+    learning_rates_fall_from: float = 0.0
+    """The fraction of training from which on they fall; 0 lets them fall from the start."""
+
     epochs: int = 50
     """Gradient steps of the policy in an iteration, each on the whole batch."""
 
@@ -209,6 +212,11 @@ class UpdateConfig:
                 "final_learning_rate_fraction must lie in (0, 1], got "
                 f"{self.final_learning_rate_fraction}; 1 keeps the learning rate constant."
             )
+        if not 0 <= self.learning_rates_fall_from < 1:
+            raise ConfigError(
+                f"learning_rates_fall_from must lie in [0, 1), got {self.learning_rates_fall_from}; 0 lets "
+                "them fall from the start."
+            )
         if self.segment_points < 2:
             raise ConfigError(
                 f"A motion is cut at 2 points or more, got segment_points={self.segment_points}."
@@ -223,8 +231,12 @@ class UpdateConfig:
 
         >>> UpdateConfig(final_learning_rate_fraction=0.5).learning_rate_factor(0.5)
         0.75
+        >>> late = UpdateConfig(final_learning_rate_fraction=0.5, learning_rates_fall_from=0.8)
+        >>> [late.learning_rate_factor(progress) for progress in (0.5, 0.8, 1.0)]
+        [1.0, 1.0, 0.5]
         """
-        return 1.0 + progress * (self.final_learning_rate_fraction - 1.0)
+        fallen = max(0.0, progress - self.learning_rates_fall_from) / (1.0 - self.learning_rates_fall_from)
+        return 1.0 + fallen * (self.final_learning_rate_fraction - 1.0)
 
 
 @dataclass(frozen=True)
