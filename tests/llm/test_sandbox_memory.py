@@ -121,7 +121,7 @@ def test_a_vfork_that_ends_while_it_is_counted_counts_once(
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
         assert one.stdin is not None
         assert one.stdout is not None
-        while not (below := memory_watch._descendants(one.pid)):
+        while not (below := memory_watch._descendants(one.pid)) and one.poll() is None:
             time.sleep(0.01)
         parent, _ = memory_watch._look(one.pid)
         as_one = memory_watch._same_memory(one.pid, below[0].process)

@@ -63,15 +63,9 @@ def measure(logits: Tensor, vocabulary: int, ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def compare_rows(
-    new: Tensor,
-    old: Tensor,
-    ids: Tensor,
-    kl_bound: float,
-    *,
-    project: bool,
-    rows: Tensor | None = None,
+    new: Tensor, old: Tensor, ids: Tensor, kl_bound: float, *, project: bool, rows: Tensor | None = None,
     meanwhile: Backlog | None = None,
-) -> Compared:
+) -> Compared:  # fmt: skip
     """Compare rows of logits [n, V], and project those outside the bound, each with a step of its own.
 
     On a CPU `AnchoredCurve` does it where it can; `rows_kl` and `Geodesic` take what it cannot, and on an

@@ -100,7 +100,7 @@ def first_child(process: int) -> int | None:
 
 
 def _descendants(process: int) -> list[_Seen]:
-    """All living processes below one."""
+    """All living processes below one, parents before their children."""
     seen, below = list[_Seen](), list(_children(process))
     while below:
         child = below.pop()
@@ -190,11 +190,15 @@ def _mappings(place: str, most: int) -> int:
 
 
 def _pages(seen: list[_Seen], most: int) -> int:
-    """Pages of all processes, each one once, and their page tables; no further counted than to `most`."""
+    """Pages of all processes, each one once, and their page tables; no further counted than to `most`.
+
+    Args:
+        seen: parents before their children.
+    """
     total, counted = 0, list[int]()
     for one in seen:
-        # What vfork made shares all until it becomes another program; it comes after its parent, since what
-        # became one while its own pages were counted would leave its parent's to be counted once more.
+        # What vfork made shares all with its parent until it becomes another program. If it came first, and
+        # became one while its pages were counted, its parent's would be counted once more.
         if not any(_same_memory(one.process, other) for other in counted):
             counted.append(one.process)
             total += _proportional(one.place)
