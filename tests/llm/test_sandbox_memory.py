@@ -180,6 +180,23 @@ def test_what_ends_while_it_is_looked_at_is_no_closed_door(monkeypatch: pytest.M
         assert memory_watch._of_objects(seen, 1 << 30) < 1 << 20
 
 
+@pytest.mark.skipif(not memory_watch._ADDS_UP, reason="the kernel is older")
+def test_a_newer_kernel_tells_all_pages_at_once() -> None:
+    """Also the few that were used on each processor since it last added them up."""
+    code = (
+        "import mmap, os, re\n"
+        "maps = []\n"
+        "for one in os.sched_getaffinity(0):\n"
+        "    os.sched_setaffinity(0, {one})\n"
+        "    maps.append(mmap.mmap(-1, 31 * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))\n"
+        "    for page in range(31): maps[-1][4096 * page] = 1\n"
+        "files = (open('/proc/self/status').read(), open('/proc/self/smaps_rollup').read())\n"
+        "print(*(re.search(r'^(RssAnon|Anonymous):\\s+(\\d+)', told, re.M)[2] for told in files))"
+    )
+    told, counted = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
+    assert abs(told - counted) < 31 * 4 / 2  # reading takes a page or two itself
+
+
 def test_processes_of_one_memory_are_told_apart() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         assert memory_watch._same_memory(os.getpid(), os.getpid())

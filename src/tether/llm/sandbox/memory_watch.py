@@ -33,7 +33,8 @@ _TASK = 32 * _KIB
 _FILE = 2 * _KIB
 # Kernels before 6.16 tell pages without what each processor has not added up yet, for two kinds of pages.
 _CPUS = os.cpu_count() or 1
-_UNTOLD = 2 * _CPUS * max(32, 2 * _CPUS) * _PAGE
+_ADDS_UP = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 16)
+_UNTOLD = 0 if _ADDS_UP else 2 * _CPUS * max(32, 2 * _CPUS) * _PAGE
 # A program that shares more than this beyond its limit must sit still while it is counted.
 _SHARED = 1.25
 _RESTLESS_LOOKS = 3
