@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from tether.episodic.options import (
     train_config,
 )
 from tether.episodic.presets import PRESETS, preset, preset_for
+from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import load_config
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
 from tether.experiments import RunFolder
@@ -39,6 +41,7 @@ TINY = (
     "--update.epochs", "2", "--update.segment-points", "5", "--motion.num-basis", "2",
     "--evaluate-every", "2", "--evaluation-episodes", "3", "--checkpoint-every", "2",
 )  # fmt: skip
+NO_CONTEXT = np.zeros((9, 0))
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +196,26 @@ def test_evaluation_shows_a_table_and_writes_what_it_shows(
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
+def test_an_evaluation_tells_what_became_of_each_episode(run: Path, tmp_path: Path) -> None:
+    """In the order of `render --episode`, so that one that failed can be looked at."""
+    table, out = tmp_path / "each.csv", tmp_path / "numbers.json"
+    command = ("episodic", "eval", str(run), "--episodes", "5")
+    assert tether(*command, "--output", str(out), "--each", str(table)) == 0
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    numbers = json.loads(out.read_text())
+    assert [row["episode"] for row in rows] == [str(index) for index in range(5)] * 2
+    for policy in ("deterministic", "stochastic"):
+        mine = [row for row in rows if row["policy"] == policy]
+        for name in ("success", "success_any", "distance", "return", "jerk"):
+            mean = np.mean([float(row[name]) for row in mine])
+            assert mean == pytest.approx(numbers[policy][name]["mean"], rel=1e-5)
+    with EpisodeSampler(POINT) as sampler:
+        starts = sampler.reset(seeds=commands.evaluation_seeds(5))
+    told = [[float(row[f"context_{index}"]) for index in range(starts.contexts.shape[1])] for row in rows]
+    np.testing.assert_allclose(told, np.tile(starts.contexts, (2, 1)), rtol=1e-5)
+
+
 def test_episodes_that_do_not_differ_give_no_interval(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One without width would pass for certainty."""
     numbers = commands.eval_command(EvalConfig(run, episodes=1))
@@ -223,7 +246,7 @@ def test_the_evaluation_of_a_run_repeats_its_last_one(run: Path) -> None:
 def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
     values = np.array([9.0, 1.0, 2.0, np.nan, 3.0, 100.0, 4.0, 5.0, 6.0])
     success = np.array([True, True] + [False] * 7)
-    result = Evaluation(success, success, values, values, {"height": values}, True)
+    result = Evaluation(success, success, values, values, {"height": values}, NO_CONTEXT, True)
     found = summarise_evaluation(result, "height")
     known = values[~np.isnan(values)]
     assert found["height"]["known"] == 8
@@ -234,7 +257,7 @@ def test_aggregates_are_scipys_and_unknown_numbers_are_left_out() -> None:
     assert share["mean_interval"] == pytest.approx([wilson.low, wilson.high])
     assert "interquartile_mean" not in share  # 0: the middle half of two successes in nine
     nothing = np.full(9, np.nan)
-    empty = Evaluation(success, success, values, values, {"height": nothing}, True)
+    empty = Evaluation(success, success, values, values, {"height": nothing}, NO_CONTEXT, True)
     assert summarise_evaluation(empty, "height")["height"] == {"known": 0}
 
 
@@ -242,7 +265,9 @@ def test_an_evaluation_shows_what_the_task_is_judged_by_and_no_other_success() -
     """Hopper Jump has a height and no success: 0 % beside a good jump would look like a failure."""
     values = np.ones(4)
     never, once = np.zeros(4, bool), np.array([True, False, False, False])
-    result = Evaluation(never, once, values, values, {"distance": values, "max_height": values}, True)
+    result = Evaluation(
+        never, once, values, values, {"distance": values, "max_height": values}, NO_CONTEXT, True
+    )
     assert list(summarise_evaluation(result, "max_height")) == ["max_height", "distance", "return", "jerk"]
     shares = summarise_evaluation(result, "success")
     assert list(shares) == ["success", "success_any", "distance", "max_height", "return", "jerk"]
@@ -251,7 +276,7 @@ def test_an_evaluation_shows_what_the_task_is_judged_by_and_no_other_success() -
 
 def test_a_number_called_like_success_is_no_share() -> None:
     never, seconds = np.zeros(2, bool), np.array([3.0, 4.0])
-    result = Evaluation(never, never, seconds, seconds, {"success_seconds": seconds}, True)
+    result = Evaluation(never, never, seconds, seconds, {"success_seconds": seconds}, NO_CONTEXT, True)
     found = summarise_evaluation(result, "success_seconds")["success_seconds"]
     assert (found["mean"], found["mean_interval"]) == (3.5, [3.0, 4.0])
 

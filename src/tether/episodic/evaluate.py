@@ -36,6 +36,9 @@ class Evaluation:
     extras: dict[str, FloatArray]
     """Other numbers of the episodes, [E] each."""
 
+    contexts: FloatArray
+    """The entries of the first observation that describe the task, [E, C]."""
+
     deterministic: bool
     """Whether the policy's mean acted, or a sample."""
 
@@ -46,10 +49,13 @@ class Evaluation:
     def summary(self) -> dict[str, float]:
         """Means over the episodes; the names of a deterministic evaluation end in ``_greedy``."""
         suffix = "_greedy" if self.deterministic else ""
+        return {f"{name}{suffix}": mean_of_known(values) for name, values in self.numbers().items()}
+
+    def numbers(self) -> dict[str, FloatArray]:
+        """Of each episode by name, [E] each."""
         shares = {"success": self.success, "success_any": self.success_any}
         numbers = {name: share.astype(np.float64) for name, share in shares.items()}
-        numbers |= {"return": self.returns, "jerk": self.jerk, **self.extras}
-        return {f"{name}{suffix}": mean_of_known(values) for name, values in numbers.items()}
+        return numbers | {"return": self.returns, "jerk": self.jerk, **self.extras}
 
 
 def root_mean_square_jerk(positions: FloatArray, dt: float) -> FloatArray:
@@ -149,5 +155,11 @@ def evaluate_learner(
     episodes = sampler.execute(motions.positions, motions.velocities)
     jerk = jerk_of_episodes(episodes.positions, episodes.lengths, learner.spec.dt)
     return Evaluation(
-        episodes.success, episodes.success_any, episodes.returns, jerk, episodes.extras, deterministic
+        success=episodes.success,
+        success_any=episodes.success_any,
+        returns=episodes.returns,
+        jerk=jerk,
+        extras=episodes.extras,
+        contexts=starts.contexts,
+        deterministic=deterministic,
     )

@@ -87,6 +87,9 @@ class EvalConfig:
     output: Path | None = None
     """JSON file for the numbers; by default evaluation.json in the run's folder."""
 
+    each: Path | None = None
+    """CSV file for a row of each episode: what it began with and what became of it."""
+
     def __post_init__(self) -> None:
         """Refuse an evaluation of nothing."""
         check_at_least_one("episodes", self.episodes)
