@@ -281,6 +281,16 @@ def test_a_number_called_like_success_is_no_share() -> None:
     assert (found["mean"], found["mean_interval"]) == (3.5, [3.0, 4.0])
 
 
+def test_what_happened_in_some_episodes_is_a_share_whatever_its_name() -> None:
+    never, returned, distance = np.zeros(4, bool), np.array([1.0, 0.0, 1.0, 1.0]), np.arange(4.0)
+    result = Evaluation(never, never, distance, distance, {"returned": returned}, np.zeros((4, 0)), True)
+    found = summarise_evaluation(result, "success")
+    wilson = scipy.stats.binomtest(3, 4).proportion_ci(method="wilson")
+    assert found["returned"]["mean_interval"] == pytest.approx([wilson.low, wilson.high])
+    assert set(found["returned"]) == {"known", "mean", "mean_interval"}
+    assert "interquartile_mean" in found["return"]
+
+
 def test_films_show_the_untrained_mean_motion_beside_the_trained(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

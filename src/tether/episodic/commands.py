@@ -178,23 +178,28 @@ def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[st
     """What the task is judged by, the environment's other numbers, return and roughness.
 
     Each with its mean, interquartile mean and their 95 % intervals over the episodes. "success" is at the
-    last step, "success_any" at any; of these shares the middle half says nothing, and they have a mean alone.
-    Their intervals are Wilson's, the others are bootstrap intervals, or None where episodes do not differ: it
-    would have no width and look like certainty. Success is left out where another number is the headline:
-    such a task (Hopper Jump) may define none, and 0 would look like a failure. Episodes that lack a number
-    (one that never landed has no landing distance) are left out; "known" counts the rest.
+    last step, "success_any" at any; of shares, these two and numbers that are 0 in some episodes and 1 in
+    the rest, the middle half says nothing, and they have a mean alone. Their intervals are Wilson's, the
+    others are bootstrap intervals, or None where episodes do not differ: it would have no width and look
+    like certainty. Success is left out where another number is the headline: such a task (Hopper Jump) may
+    define none, and 0 would look like a failure. Episodes that lack a number (one that never landed has no
+    landing distance) are left out; "known" counts the rest.
     """
     measures: dict[str, np.ndarray[Any, Any]] = {headline: result.headline(headline)}
     if headline == "success":
         measures = {"success": result.success, "success_any": result.success_any}
     measures |= result.extras | {"return": result.returns, "jerk": result.jerk}
     return {
-        name: _measured_share(values) if values.dtype == np.bool_ else _measured(values)
+        name: _measured_share(values) if _is_share(values) else _measured(values)
         for name, values in measures.items()
     }
 
 
-def _measured_share(values: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, Any]:
+def _is_share(values: np.ndarray[Any, Any]) -> bool:
+    return values.dtype == np.bool_ or set(np.unique(values)) == {0.0, 1.0}
+
+
+def _measured_share(values: np.ndarray[Any, Any]) -> dict[str, Any]:
     mean = proportion_interval(float(values.mean()), values.size)
     return {"known": int(values.size), "mean": mean.value, "mean_interval": _bounds(mean)}
 
