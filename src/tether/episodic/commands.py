@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import MAY_CHANGE, config_of, load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
 from tether.experiments import RunConfig, RunFolder
-from tether.experiments.files import atomic_write_json, atomic_write_text, dump_json, load_json
+from tether.experiments.files import atomic_write_json, atomic_write_text, csv_text, dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
 from tether.experiments.run_config import differences, refuse_other_settings
@@ -162,16 +160,14 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
 
 def write_each_episode(path: Path, results: dict[str, Evaluation]) -> None:
     """Write a table with a row an episode, numbered as `tether episodic render` counts them."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    header, rows = list[str](), list[list[object]]()
     for policy, result in results.items():
         context = {f"context_{index}": entry for index, entry in enumerate(result.contexts.T)}
         columns = context | result.numbers()
-        if not text.tell():
-            writer.writerow(["policy", "episode", *columns])
+        header = ["policy", "episode", *columns]
         for episode, row in enumerate(zip(*columns.values(), strict=True)):
-            writer.writerow([policy, episode, *(f"{value:.6g}" for value in row)])
-    atomic_write_text(path, text.getvalue())
+            rows.append([policy, episode, *(f"{value:.6g}" for value in row)])
+    atomic_write_text(path, csv_text([header, *rows]))
 
 
 def summarise_evaluation(result: Evaluation, headline: str) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 from tether.episodic.episodes import FloatArray
 from tether.episodic.prodmp import ProDMP
 from tether.errors import ConfigError, InvalidInputError, MotionLimitError
-from tether.experiments.files import atomic_write_bytes
+from tether.experiments.files import atomic_write_text, csv_text
 
 OnViolation = Literal["scale", "refuse"]
 
@@ -106,13 +104,10 @@ class Plan:
         """
         kinds = ("position", "velocity", "acceleration")
         joints = range(1, self.positions.shape[1] + 1)
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["seconds", *(f"{kind}_{joint}" for kind in kinds for joint in joints)])
+        header = ["seconds", *(f"{kind}_{joint}" for kind in kinds for joint in joints)]
         table = np.column_stack((self.times, self.positions, self.velocities, self.accelerations))
-        writer.writerows([[repr(float(value)) for value in row] for row in table])
-        atomic_write_bytes(Path(path), text.getvalue().encode())
-        return Path(path)
+        rows = [[repr(float(value)) for value in row] for row in table]
+        return atomic_write_text(path, csv_text([header, *rows]))
 
 
 def plan_motion(

@@ -1,14 +1,15 @@
-"""Atomic files, JSON that keeps NaN and infinity, and locks on folders."""
+"""Atomic files, CSV, JSON that keeps NaN and infinity, and locks on folders."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,7 +63,18 @@ def atomic_write_json(path: str | os.PathLike[str], value: object) -> Path:
     return atomic_write_text(path, dump_json(value, indent=2) + "\n")
 
 
-def write_all(file: RawIOBase, data: bytes) -> None:
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as CSV, each ended by a line feed alone.
+
+    >>> csv_text([("step", "note"), (1, "a, b")])
+    'step,note\\n1,"a, b"\\n'
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def write_all(file: io.RawIOBase, data: bytes) -> None:
     """Write all of ``data`` to an unbuffered file; the system may take it in pieces where space is short."""
     rest = memoryview(data)
     while rest:

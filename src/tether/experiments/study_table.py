@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import csv
 import functools
-import io
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import CheckpointError, ConfigError
-from tether.experiments.files import FolderLock, atomic_write_text
+from tether.experiments.files import FolderLock, atomic_write_text, csv_text
 from tether.experiments.run_config import RunConfig, flatten_settings
 from tether.experiments.run_data import Record, RunData
 from tether.experiments.run_kind import Kinds, kind_named
@@ -304,16 +303,14 @@ def _table_text(study: str, runs: Mapping[Key, RunData]) -> str:
     lines = {key: _lines(run) for key, run in runs.items()}
     everything = [line for group in lines.values() for line in group]
     numbers = ["step", *(name for prefix in (EVAL, TRAIN) for name in _names(everything, prefix))]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_KEYS, *settings, *numbers])
+    rows = [[*_KEYS, *settings, *numbers]]
     for (grid, name), run in runs.items():
         chosen = flatten_settings(run.config.settings)
         own = [chosen.get(setting) for setting in settings]
         first = [study, grid, name, run.config.label, run.config.seed, *own]
         for line in lines[grid, name]:
-            writer.writerow([_cell(value) for value in (*first, *(line.get(number) for number in numbers))])
-    return text.getvalue()
+            rows.append([_cell(value) for value in (*first, *(line.get(number) for number in numbers))])
+    return csv_text(rows)
 
 
 def _setting_columns(runs: Collection[RunData]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tether.experiments.files import csv_text
 from tether.experiments.plots import (
     Panel,
     Theme,
@@ -198,7 +197,7 @@ def _time_split(runs: Sequence[RunData]) -> list[Picture]:
     figures = {theme: stacked_bars(parts, theme, title=title, x_label="seconds") for theme in THEMES}
     rows = [(label, part, value) for label, split in parts.items() for part, value in split.items()]
     caption = "Mean seconds of an iteration by what they were spent on."
-    return [_picture("time-split", title, caption, figures, _csv([("method", "part", "seconds"), *rows]))]
+    return [_picture("time-split", title, caption, figures, csv_text([("method", "part", "seconds"), *rows]))]
 
 
 def points_csv(panels: Sequence[Panel]) -> str:
@@ -217,13 +216,7 @@ def points_csv(panels: Sequence[Panel]) -> str:
         for number, curve in enumerate(curves, 1)
         for x, y in zip(curve.x, curve.y, strict=True)
     ]
-    return _csv([("panel", "method", "run", "x", "y"), *rows])
-
-
-def _csv(rows: Sequence[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    return csv_text([("panel", "method", "run", "x", "y"), *rows])
 
 
 def _picture(name: str, title: str, caption: str, figures: Mapping[Theme, Figure], data: str) -> Picture:
