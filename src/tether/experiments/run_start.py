@@ -97,7 +97,8 @@ def _on_retired(old: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> str:
     if not gone:
         return ""
     version = old.versions.get("tether-rl", "of then")
-    return f" There is no setting {', '.join(gone)} any more; Tether {version} goes on with such a run."
+    # Or it is an option that was not given this time: options of a task or environment are known to it alone.
+    return f" If there is no setting {', '.join(gone)} any more, Tether {version} goes on with such a run."
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
