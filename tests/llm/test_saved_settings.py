@@ -57,7 +57,9 @@ def test_a_run_that_used_a_retired_setting_is_not_taken_for_another(
     config = short_run.config(tmp_path / "run")
     finished_before(config, **{**RETIRED, name: value})
     with (
-        pytest.raises(CheckpointError, match=rf"{name}: {value} then.*no setting {name} any more, Tether \d"),
+        pytest.raises(
+            CheckpointError, match=rf"{name}: {value} then.*If there is no setting {name} any more, Tether \d"
+        ),
         _run_folder(replace(config, resume=True)),
     ):
         pass
