@@ -26,13 +26,14 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "hopper-jump-quick": vetted.hopper_quick,
     "hopper-jump-sparse-paper": vetted.hopper_sparse,
     "hopper-jump-sparse-long": vetted.hopper_sparse_long,
+    "hopper-jump-sparse-high": vetted.hopper_sparse_high,
     "table-tennis-paper": vetted.table_tennis,
     "table-tennis-long": lambda: vetted.affordable(vetted.table_tennis(), state_stride=10),
     "table-tennis-quick": vetted.table_tennis_quick,
     "table-tennis-refusing-quick": vetted.table_tennis_refusing_quick,
 }
-"""Name -> configuration: "paper" are published settings of TCE and "bbrl" the baseline's; "quick", "long" and
-"toperl" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier versions of a task."""
+"""Name -> configuration: "paper" are published settings of TCE and "bbrl" the baseline's; "quick", "long",
+"high" and "toperl" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier tasks."""
 
 VARIANT_OF: dict[str, str] = {}
 """Preset for another algorithm -> the preset of the same task and budget that it changes."""
@@ -59,6 +60,7 @@ add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", vetted.hopper_bbrl)
 add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", vetted.hopper_bbrl)
 add_variant("hopper-jump-sparse-toperl", "hopper-jump-sparse-long", vetted.hopper_toperl)
 add_variant("hopper-jump-sparse-bbrl-long", "hopper-jump-sparse-long", vetted.hopper_bbrl)
+add_variant("hopper-jump-sparse-bbrl-high", "hopper-jump-sparse-high", vetted.hopper_bbrl)
 add_variant("table-tennis-bbrl", "table-tennis-paper", vetted.table_tennis_bbrl)
 add_variant("table-tennis-bbrl-long", "table-tennis-long", vetted.table_tennis_bbrl)
 add_variant("table-tennis-bbrl-quick", "table-tennis-quick", vetted.table_tennis_bbrl)

@@ -169,6 +169,15 @@ def hopper_sparse_long() -> OnPolicyConfig:
     )
 
 
+def hopper_sparse_high() -> OnPolicyConfig:
+    """Motions long enough to bend and straighten before the jump, made of more and six times as wide basis
+    functions; and whole returns, in which the reward at the end counts without the critic's help."""
+    config = hopper_sparse_long()
+    update = replace(config.update, gae_lambda=1.0, include_last_reward=True, learning_rates_fall_from=0.7)
+    motion = replace(config.motion, num_basis=10, tau=1.3, weights_scale=6.0, goal_scale=6.0)
+    return replace(config, iterations=219, episodes=64, motion=motion, update=update)
+
+
 def affordable(paper: OnPolicyConfig, state_stride: int = 5) -> OnPolicyConfig:
     """The published task, budget and trust region with what makes the budget affordable on two cores:
     float32, and a critic with normalised targets that is fitted on some of the states."""
