@@ -42,6 +42,7 @@ def rows(runs: Grouped, long_runs: Grouped) -> list[dict[str, str]]:
     """Of runs by environment and algorithm, and long ones, which say what TCE ends at."""
     found = []
     for env, by_algo in runs.items():
+        # A run with settings of our own has them in its label.
         published = [run for run in long_runs[env]["tce"] if run.config.label == "tce"]
         wanted = SHARE * float(np.mean([run.evals[-1][headline_of(run)] for run in published]))
         taken = {algo: [steps_to(run, wanted) for run in seeds] for algo, seeds in by_algo.items()}
