@@ -7,8 +7,9 @@ The presets of the long runs, and Hopper Jump's published one in float32 with a 
 with two simulators and motions that are small and smooth. With --against, a folder with another version of
 the repository, both are measured in turn.
 
-The bars are of the wall clock on two cores with nothing else to do. On a machine that others use as well it
-tells little; the processor time beside it says more, where it is compared with that of another version.
+The bars are of the wall clock on two cores with nothing else to do. On a machine that others use as well, of
+which each case says how much, it tells little; the processor time beside it says more, where it is compared
+with that of another version.
 Written to benchmarks/results/robots/speed.json.
 """
 
@@ -31,6 +32,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "robots" / "speed.json"
 CORES = 2
 
+# Of the processor's time, on any system. A guest's is part of the user's.
+_BUSY = {"user", "nice", "system", "irq", "softirq", "steal", "interrupt", "dpc"}
+OTHERS_MATTER = 0.1
+"""Cores that other processes use, from which on a wall clock says little."""
+
 _SPARING = {"precision": "float32", "critic.state_stride": 5}
 # Task: preset, changes of it, iterations of the budget, bar in hours.
 CASES: dict[str, tuple[str, dict[str, Any], int, float]] = {
@@ -46,6 +52,12 @@ def processor_seconds(pids: list[int]) -> float:
     """What processes have used so far."""
     used = (psutil.Process(pid).cpu_times() for pid in pids)
     return float(sum(times.user + times.system for times in used))
+
+
+def busy_seconds() -> float:
+    """What all processes of the machine have used so far, and what other machines took of its cores."""
+    times = psutil.cpu_times()._asdict()
+    return float(sum(times[name] for name in times.keys() & _BUSY))
 
 
 def measure(case: str, iterations: int) -> list[dict[str, float]]:
@@ -70,7 +82,8 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
             reach = np.random.default_rng(iteration).normal(
                 0, 0.05, (config.episodes, 1, sampler.spec.num_dof)
             )
-            used, began = processor_seconds(pids), time.perf_counter()
+            used, began, busy = processor_seconds(pids), time.perf_counter(), busy_seconds()
+            before = time.process_time()
             starts = sampler.reset(config.episodes)
             positions = starts.positions[:, None] + reach * swing
             episodes = sampler.execute(positions, np.gradient(positions, sampler.spec.dt, axis=1))
@@ -78,12 +91,14 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
             own = time.process_time()
             learner.observe(learner.act(starts), episodes)
             learner.update(0.0)
+            ended, ours = time.perf_counter(), time.process_time() - before + simulated
             rows.append({
                 "steps": float(episodes.env_steps),
                 "sampling_seconds": sampled - began,
-                "update_seconds": time.perf_counter() - sampled,
+                "update_seconds": ended - sampled,
                 "sampling_processor_seconds": simulated,
                 "update_processor_seconds": time.process_time() - own,
+                "others_cores": max(0.0, busy_seconds() - busy - ours) / (ended - began),
             })  # fmt: skip
     return rows[1:]
 
@@ -137,12 +152,14 @@ def main() -> None:
         cases[case] |= {"threads": options.threads, "rounds": options.rounds, "load": os.getloadavg()}
         for name in trees:
             found = cases[case][name]
+            others = found["others_cores"]
             print(
                 f"{case}, {name}: sampling {found['sampling_seconds']:.2f} s and update "
                 f"{found['update_seconds']:.2f} s an iteration (processor time "
                 f"{found['sampling_processor_seconds']:.2f} and {found['update_processor_seconds']:.2f} s), "
                 f"{found['steps_a_second']:.0f} steps/s, {found['hours']:.2f} h "
-                f"(bar {found['bar_hours']:.2f} h)",
+                f"(bar {found['bar_hours']:.2f} h)"
+                + (f"; other processes used {others:.1f} cores meanwhile" if others > OTHERS_MATTER else ""),
                 flush=True,
             )
     if RESULTS.exists():
