@@ -91,14 +91,15 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
             own = time.process_time()
             learner.observe(learner.act(starts), episodes)
             learner.update(0.0)
-            ended, ours = time.perf_counter(), time.process_time() - before + simulated
+            ended, learned = time.perf_counter(), time.process_time()
+            others = busy_seconds() - busy - (learned - before) - simulated
             rows.append({
                 "steps": float(episodes.env_steps),
                 "sampling_seconds": sampled - began,
                 "update_seconds": ended - sampled,
                 "sampling_processor_seconds": simulated,
-                "update_processor_seconds": time.process_time() - own,
-                "others_cores": max(0.0, busy_seconds() - busy - ours) / (ended - began),
+                "update_processor_seconds": learned - own,
+                "others_cores": max(0.0, others) / (ended - began),
             })  # fmt: skip
     return rows[1:]
 
