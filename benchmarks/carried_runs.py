@@ -23,6 +23,7 @@ from tether.experiments.files import atomic_write_bytes, last_measurement
 from tether.experiments.runs import METRICS_FILE
 
 ROOT = Path(__file__).parent.parent
+CARRIED = ROOT / "benchmarks" / "results" / "robots" / "carried"
 WORTH_CARRYING_S = 3600.0
 
 
@@ -74,8 +75,7 @@ def main() -> None:
     output = ROOT / "runs" / "robots" / options.queue
     studies = read_queue(ROOT / "benchmarks" / "robots" / f"{options.queue}.yaml")
     runs = [run for study in studies for run in study.runs(output)]
-    carried = ROOT / "benchmarks" / "results" / "robots" / "carried" / options.queue
-    for path in (pack if options.action == "pack" else unpack)(runs, output, carried):
+    for path in (pack if options.action == "pack" else unpack)(runs, output, CARRIED / options.queue):
         print(path.relative_to(ROOT))
 
 

@@ -13,6 +13,8 @@ from tether.episodic.commands import train_command
 from tether.episodic.config import OnPolicyConfig
 from tether.episodic.options import TrainConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.queue import read_queue
+from tether.experiments import RunFolder
 
 SETTINGS = OnPolicyConfig(
     "tether/PointReach-v0",
@@ -60,3 +62,18 @@ def test_only_long_runs_on_their_way_are_carried(half_way: Path, tmp_path: Path)
     absent = replace(run_in(half_way), output=half_way / "point" / "tce-seed1")
     assert carried_runs.pack([run_in(half_way), absent], half_way, carried) == []
     assert not carried.exists()
+
+
+def test_what_comes_with_the_repository_goes_on(tmp_path: Path) -> None:
+    """Also a run that was begun before today's settings."""
+    queue, carried = carried_runs.ROOT / "benchmarks/robots/long.yaml", carried_runs.CARRIED / "long"
+    runs = [run for study in read_queue(queue) for run in study.runs(tmp_path)]
+    restored = carried_runs.unpack(runs, tmp_path, carried)
+    assert len(restored) == len(list(carried.rglob("*.tar.xz"))) > 0
+    for run in runs:
+        if run.folder() in restored:
+            checkpoint = RunFolder.open(run.folder()).latest_checkpoint()
+            assert checkpoint is not None
+            alone = replace(run.settings, num_workers=0)
+            resumed = train_command(replace(run, settings=alone, until=checkpoint.step, film=False))
+            assert (resumed.finished, resumed.latest_checkpoint()) == (False, checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,6 +124,35 @@ def test_a_run_older_than_the_setting_of_its_pull_resumes_as_it_was(tmp_path: Pa
         train(alone, old, resume=True)
     train(pulled, old, resume=True)
     assert_same_state(final_state(old), final_state(tmp_path / "whole"))
+
+
+def test_a_run_older_than_settings_goes_on_as_it_was(tmp_path: Path) -> None:
+    """With the default of a setting it is too old to know, or with what was done before there was one."""
+    old, file = tmp_path / "old", tmp_path / "old" / "config.json"
+    unshifted = tiny(update=replace(tiny().update, shift_rewards=False))
+    train(unshifted, tmp_path / "whole")
+    train(unshifted, old, until=2)
+    config = load_json(file.read_bytes())
+    settings = config["settings"]
+    settings["torch_threads"] = settings.pop("learner_threads")
+    del settings["update"]["learning_rates_fall_from"], settings["update"]["shift_rewards"]
+    file.write_text(dump_json(config))
+    assert load_config(old) == unshifted
+    late = replace(unshifted, update=replace(unshifted.update, learning_rates_fall_from=0.5))
+    for other, difference in (
+        (tiny(), "update.shift_rewards: False then, True now"),
+        (late, "update.learning_rates_fall_from: 0.0 then, 0.5 now"),
+        (replace(unshifted, learner_threads=2), "learner_threads: 1 then, 2 now"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(f"({difference})")):
+            train(other, old, resume=True)
+    train(unshifted, old, resume=True)
+    assert_same_state(final_state(old), final_state(tmp_path / "whole"))
+
+    settings["update"]["rates_fall"] = 0.0  # as a setting may have been called once
+    file.write_text(dump_json(config))
+    with pytest.raises(CheckpointError, match=r"If there is no setting update\.rates_fall any more"):
+        train(unshifted, old, resume=True)
 
 
 def test_the_same_seed_repeats_the_run_and_another_does_not(uninterrupted: Path, tmp_path: Path) -> None:

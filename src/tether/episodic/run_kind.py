@@ -25,16 +25,27 @@ def metric_text(name: str) -> str:
     return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
 
 
-def current_settings(saved: Settings) -> dict[str, Any]:
-    """Those of a saved run, and what it did before there was a setting for it: the covariance was pulled.
+# Part of the settings -> one of TCE's and BBRL's own, and what a run did before there was a setting for it.
+# Other settings that a run is too old to know have a default that is what was done.
+_DONE_BEFORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "trust_region": ("regression_weight", {"pull_covariance": True}),
+    "update": ("final_learning_rate_fraction", {"shift_rewards": False}),
+}
 
-    >>> current_settings({"trust_region": {"regression_weight": 10.0}})
-    {'trust_region': {'pull_covariance': True, 'regression_weight': 10.0}}
+
+def current_settings(saved: Settings) -> dict[str, Any]:
+    """Those of a saved run, with what it did before there was a setting for it.
+
+    >>> current_settings({"trust_region": {"regression_weight": 10.0}, "torch_threads": 1})
+    {'trust_region': {'pull_covariance': True, 'regression_weight': 10.0}, 'learner_threads': 1}
     """
-    region = saved.get("trust_region")
-    if not isinstance(region, Mapping) or "regression_weight" not in region:  # of an algorithm from outside
-        return dict(saved)
-    return {**saved, "trust_region": {"pull_covariance": True, **region}}
+    current = dict(saved)
+    for part, (own, done) in _DONE_BEFORE.items():
+        if isinstance(settings := saved.get(part), Mapping) and own in settings:
+            current[part] = {**done, **settings}
+    if "torch_threads" in current:  # what learner_threads was called
+        current["learner_threads"] = current.pop("torch_threads")
+    return current
 
 
 PANELS = (

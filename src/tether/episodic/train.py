@@ -7,7 +7,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
 from tether.experiments.checkpoints import find_damage
+from tether.experiments.files import dump_json, load_json
 from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
@@ -84,8 +85,7 @@ def train(
         settings |= {"headline": sampler.spec.headline}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
-            resume=resume, may_change=MAY_CHANGE, current_settings=EPISODIC_RUNS.current_settings,
-            trackers=trackers,
+            resume=resume, may_change=MAY_CHANGE, current_settings=_with_defaults, trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()
@@ -248,9 +248,25 @@ def config_of(config: RunConfig, run_path: str | Path) -> EpisodicConfig:
     """
     if config.kind != "episodic":
         raise CheckpointError(f"{run_path} is a run of kind {config.kind!r}, not an episodic one.")
-    own = {"headline", "torch_threads"}  # the second of runs that are older than learner_threads
-    settings = {name: value for name, value in config.settings.items() if name not in own}
-    return config_from_dict(settings | {"seed": config.seed})
+    return _config_of(config.settings, config.seed)
+
+
+def _config_of(saved: Mapping[str, Any], seed: int) -> EpisodicConfig:
+    settings = EPISODIC_RUNS.current_settings(saved)
+    settings.pop("headline", None)
+    return config_from_dict(settings | {"seed": seed})
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that is to be resumed, and the defaults of those that it is too old to know."""
+    current = EPISODIC_RUNS.current_settings(saved)
+    try:
+        known = _config_of(saved, seed=0).as_dict()
+    except ConfigError:  # a setting that there is no more: whoever compares the settings names it
+        return current
+    del known["seed"]  # stands beside the settings
+    completed: dict[str, Any] = load_json(dump_json(known))  # tuples become lists, as in the folder
+    return current | completed
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:
