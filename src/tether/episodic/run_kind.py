@@ -37,12 +37,12 @@ def current_settings(saved: Settings) -> dict[str, Any]:
     """Those of a saved run, with what it did before there was a setting for it.
 
     >>> current_settings({"trust_region": {"regression_weight": 10.0}, "torch_threads": 1})
-    {'trust_region': {'pull_covariance': True, 'regression_weight': 10.0}, 'learner_threads': 1}
+    {'trust_region': {'regression_weight': 10.0, 'pull_covariance': True}, 'learner_threads': 1}
     """
     current = dict(saved)
     for part, (own, done) in _DONE_BEFORE.items():
         if isinstance(settings := saved.get(part), Mapping) and own in settings:
-            current[part] = {**done, **settings}
+            current[part] = {**settings, **{name: done[name] for name in done.keys() - settings.keys()}}
     if "torch_threads" in current:  # what learner_threads was called
         current["learner_threads"] = current.pop("torch_threads")
     return current
