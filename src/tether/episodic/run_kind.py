@@ -25,12 +25,12 @@ def metric_text(name: str) -> str:
     return f"{words} ({_UNITS[measure]})" if measure in _UNITS else words
 
 
-# Part of the settings -> one of TCE's and BBRL's own, and what a run did before there was a setting for it.
-# Other settings that a run is too old to know have a default that is what was done.
-_DONE_BEFORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "trust_region": ("regression_weight", {"pull_covariance": True}),
-    "update": ("final_learning_rate_fraction", {"shift_rewards": False}),
-}
+# A part of the settings, one of TCE's and BBRL's own in it, a later one, and what runs did before that one.
+# Others that a run is too old to know have a default that is what was done.
+_DONE_BEFORE = (
+    ("trust_region", "regression_weight", "pull_covariance", True),
+    ("update", "final_learning_rate_fraction", "shift_rewards", False),
+)
 
 
 def current_settings(saved: Settings) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def current_settings(saved: Settings) -> dict[str, Any]:
     {'trust_region': {'regression_weight': 10.0, 'pull_covariance': True}, 'learner_threads': 1}
     """
     current = dict(saved)
-    for part, (own, done) in _DONE_BEFORE.items():
+    for part, own, later, done in _DONE_BEFORE:
         if isinstance(settings := saved.get(part), Mapping) and own in settings:
-            current[part] = {**settings, **{name: done[name] for name in done.keys() - settings.keys()}}
+            current[part] = {**settings, later: settings.get(later, done)}
     if "torch_threads" in current:  # what learner_threads was called
         current["learner_threads"] = current.pop("torch_threads")
     return current

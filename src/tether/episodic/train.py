@@ -248,12 +248,11 @@ def config_of(config: RunConfig, run_path: str | Path) -> EpisodicConfig:
     """
     if config.kind != "episodic":
         raise CheckpointError(f"{run_path} is a run of kind {config.kind!r}, not an episodic one.")
-    return _config_of(config.settings, config.seed)
+    return _config_of(EPISODIC_RUNS.current_settings(config.settings), config.seed)
 
 
-def _config_of(saved: Mapping[str, Any], seed: int) -> EpisodicConfig:
-    settings = EPISODIC_RUNS.current_settings(saved)
-    settings.pop("headline", None)
+def _config_of(current: Mapping[str, Any], seed: int) -> EpisodicConfig:
+    settings = {name: value for name, value in current.items() if name != "headline"}
     return config_from_dict(settings | {"seed": seed})
 
 
@@ -261,7 +260,7 @@ def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run that is to be resumed, and the defaults of those that it is too old to know."""
     current = EPISODIC_RUNS.current_settings(saved)
     try:
-        known = _config_of(saved, seed=0).as_dict()
+        known = _config_of(current, seed=0).as_dict()
     except ConfigError:  # a setting that there is no more: whoever compares the settings names it
         return current
     del known["seed"]  # stands beside the settings
