@@ -1,0 +1,75 @@
+"""The tables of long robot runs: those of the page are what the command prints of the committed runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import robot_progress
+from tether.experiments import StudyTable
+from tether.experiments.run_data import RunData
+from tether.kinds import KINDS
+
+PAGE = robot_progress.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_shows_what_the_runs_measured() -> None:
+    assert robot_progress.written_anew(PAGE) == PAGE
+    shown = [found["words"].split("-")[0] for found in robot_progress.ON_PAGE.finditer(PAGE)]
+    assert set(shown) == {"metaworld", "box", "table"}
+    assert PAGE.count("<!-- robot_progress") == len(shown)
+
+
+def test_a_table_is_written_anew_and_the_rest_stays() -> None:
+    (first, *_) = robot_progress.ON_PAGE.finditer(PAGE)
+    older = PAGE.replace(first[0], first[0].replace(" 100 % ", " 99 % "))
+    assert older != PAGE
+    assert robot_progress.written_anew(older) == PAGE
+
+
+@pytest.mark.parametrize("words", [[], ["table-tennis-long"], ["--steps", "1"]])
+def test_what_is_missing_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        robot_progress.table(words)
+    assert "a grid is needed, and --iterations or --steps" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run() -> RunData:
+    one = StudyTable(robot_progress.TABLE, KINDS).select("hopper-jump-sparse-long-ours", "tce-seed0")[0]
+    evals = [
+        {"step": 20, "env_steps": 1_900_000, "success_greedy": 0.0625, "goal_distance_greedy": 0.034},
+        {"step": 40, "env_steps": 4_100_000, "success_greedy": 1.0, "goal_distance_greedy": 1.26},
+    ]
+    metrics = [{"step": 20, "success": 0.0125}, {"step": 40, "success": 0.5}]
+    return replace(one, evals=evals, metrics=metrics)
+
+
+def test_each_number_is_of_the_nearest_evaluation_and_in_its_unit(run: RunData) -> None:
+    names = ("success", "exploring", "distance", "turn")
+    assert robot_progress.progress([run], "steps", [2, 4.04], names) == [
+        {"steps": "success of the mean motion, of 16 episodes", "2M": "6 %", "4.04M": "100 %"},
+        {"steps": "success while exploring", "2M": "1.2 %", "4.04M": "50 %"},
+        {"steps": "distance from the target at the end, mean motion", "2M": "3 cm", "4.04M": "1.3 m"},
+    ]
+
+
+def test_what_exploring_motions_did_is_a_mean_of_a_whole_interval(run: RunData) -> None:
+    settings = {**run.config.settings, "evaluate_every": 20}
+    evals = [*run.evals, {"step": 43, "env_steps": 4_400_000, "success_greedy": 0.25}]
+    metrics = [*run.metrics, {"step": 43, "success": 0.9}]
+    ended = replace(run, config=replace(run.config, settings=settings), evals=evals, metrics=metrics)
+    last, exploring = robot_progress.progress([ended], "iteration", [43], ["success", "exploring"])
+    assert (last["43"], exploring["43"]) == ("25 %", "50 %")
+
+
+def test_of_several_runs_each_row_says_which(run: RunData) -> None:
+    other = replace(run, config=replace(run.config, label="tce, twice the region"))
+    published = replace(run, config=replace(run.config, label="tce"))
+    rows = robot_progress.progress([published, other], "iteration", [1_040], ["exploring"])
+    assert [row["iteration"] for row in rows] == [
+        "success while exploring, as published",
+        "success while exploring, twice the region",
+    ]
+    assert {row["1,040"] for row in rows} == {"50 %"}
