@@ -88,9 +88,20 @@ def progress(
 
 
 def nearest(run: RunData, of: str, column: float) -> int:
-    """The iteration of the evaluation nearest to an iteration or to millions of environment steps."""
+    """The iteration of the evaluation nearest to an iteration or to millions of environment steps.
+
+    Raises:
+        SystemExit: where there is none within the interval between two.
+    """
     name, wanted = ("step", column) if of == "iteration" else ("env_steps", column * _MILLION)
-    return int(min(run.evals, key=lambda row: abs(row[name] - wanted))["step"])
+    found, last = min(run.evals, key=lambda row: abs(row[name] - wanted)), run.evals[-1]
+    interval = run.config.settings["evaluate_every"] * last[name] / last["step"]
+    if abs(found[name] - wanted) > interval:
+        raise SystemExit(
+            f"{run.path} has no evaluation near {_head(of, column)}; its last is of iteration "
+            f"{last['step']:,} after {last['env_steps']:,} steps."
+        )
+    return int(found["step"])
 
 
 def _variant(run: RunData) -> str:
