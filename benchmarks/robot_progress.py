@@ -73,17 +73,17 @@ def progress(
         columns: where; the evaluation nearest to it is shown.
         names: of `ROWS`.
     """
+    heads = [_head(of, column) for column in columns]
+    evaluated = [[nearest(run, of, column) for column in columns] for run in runs]
     found = []
     for source, metric, text, write in (ROWS[name] for name in names):
-        for run in runs:
-            values = {row["step"]: row.get(metric) for row in getattr(run, source)}
-            steps = [nearest(run, of, column) for column in columns]
-            if source == "metrics":
-                steps = [_of_a_whole_interval(run, step) for step in steps]
-            if all(values[step] is not None for step in steps):
+        for run, steps in zip(runs, evaluated, strict=True):
+            measured = {row["step"]: row.get(metric) for row in getattr(run, source)}
+            whole = [_of_a_whole_interval(run, step) for step in steps] if source == "metrics" else steps
+            values = [measured[step] for step in whole]
+            if None not in values:
                 label = f"{text}, {_variant(run)}" if len(runs) > 1 else text
-                cells = zip((_head(of, column) for column in columns), steps, strict=True)
-                found.append({of: label, **{head: write(values[step]) for head, step in cells}})
+                found.append({of: label, **dict(zip(heads, map(write, values), strict=True))})
     return found
 
 
