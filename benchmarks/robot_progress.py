@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -119,12 +118,8 @@ def _head(of: str, column: float) -> str:
     return f"{column:,.0f}" if of == "iteration" else f"{column:.3g}M"
 
 
-def table(words: Sequence[str]) -> str:
-    """The table that the command prints for these words."""
-    parser = _parser()
-    options = parser.parse_args(words)
-    if not options.grids or not (options.iterations or options.steps):
-        parser.error("a grid is needed, and --iterations or --steps, or --page alone")
+def table(options: argparse.Namespace) -> str:
+    """The table that was asked for."""
     runs = [StudyTable(TABLE, KINDS).select(grid, options.run)[0] for grid in options.grids]
     of, columns = ("iteration", options.iterations) if options.iterations else ("steps", options.steps)
     return markdown_table(progress(runs, of, columns, options.rows))
@@ -132,10 +127,11 @@ def table(words: Sequence[str]) -> str:
 
 def written_anew(page: str) -> str:
     """A page with each of its tables as the runs have it now; those under a comment with their words."""
-    return ON_PAGE.sub(lambda found: f"{found[1]}{table(shlex.split(found['words']))}\n", page)
+    return ON_PAGE.sub(lambda found: f"{found[1]}{table(asked(shlex.split(found['words'])))}\n", page)
 
 
-def _parser() -> argparse.ArgumentParser:
+def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options in words, by default the command's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -146,14 +142,18 @@ def _parser() -> argparse.ArgumentParser:
     when.add_argument("--steps", type=float, nargs="+", help="millions of environment steps")
     when.add_argument("--page", action="store_true", help="write the page's tables anew")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    return parser
+    options = parser.parse_args(words)
+    if not options.page and not (options.grids and (options.iterations or options.steps)):
+        parser.error("a grid is needed, and --iterations or --steps, or --page alone")
+    return options
 
 
 def main() -> None:
-    if _parser().parse_args().page:
+    options = asked()
+    if options.page:
         PAGE.write_text(written_anew(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        print(table(sys.argv[1:]))
+        print(table(options))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_a_table_is_written_anew_and_the_rest_stays() -> None:
 @pytest.mark.parametrize("words", [[], ["table-tennis-long"], ["--steps", "1"]])
 def test_what_is_missing_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        robot_progress.table(words)
+        robot_progress.asked(words)
     assert "a grid is needed, and --iterations or --steps" in capsys.readouterr().err
 
 
