@@ -2,10 +2,11 @@
 
     python benchmarks/robot_progress.py box-pushing-dense-long --steps 3 10.6 50 --rows success exploring
     python benchmarks/robot_progress.py table-tennis-long --iterations 300 600 1200
+    python benchmarks/robot_progress.py "metaworld-long-*-v3" --run bbrl-seed0 --steps 5 10 --per-run
     python benchmarks/robot_progress.py --page    # every such table of the page, its words in a comment above
 
-Runs are grids of benchmarks/results/robots/long.csv, of which one seed is read. What training measured is a
-mean over the whole interval between two evaluations.
+Runs are grids of benchmarks/results/robots/long.csv, of which one seed is read, or with --per-run several.
+What training measured is a mean over the whole interval between two evaluations.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tether.episodic.curves import markdown_table
 from tether.experiments import StudyTable
@@ -86,6 +90,72 @@ def progress(
     return found
 
 
+def per_run(runs: Sequence[Sequence[RunData]], of: str, columns: Sequence[float]) -> list[dict[str, str]]:
+    """A row for the seeds of each run: success of the mean motion on the way, and what it came to.
+
+    Args:
+        runs: seeds of one algorithm each, with evaluations.
+        of: "iteration" or "steps", in millions: what the columns are.
+        columns: where, in order; all that is no success at the last step is of the last of them.
+    """
+    found = []
+    for seeds in runs:
+        ends = [_evaluations_to(run, of, columns[-1]) for run in seeds]
+        shares = {
+            _head(of, column): [_evaluations_to(run, of, column)[-1]["success_greedy"] for run in seeds]
+            for column in columns
+        }
+        found.append({
+            "task": _task(seeds[0]),
+            **{head: _listed(map(of_sixteen, values)) for head, values in shares.items()},
+            "at any step": _listed(of_sixteen(rows[-1]["success_any_greedy"]) for rows in ends),
+            "always 100 % from": _listed(_solved_from(rows, of) for rows in ends),
+            "return": _listed(f"{rows[-1]['return_greedy']:.0f}" for rows in ends),
+            "jerk": _listed(f"{rows[-1]['jerk_greedy']:.0f}" for rows in ends),
+            "minutes": _listed(
+                f"{_seconds(run, rows[-1]['step']) / 60:.0f}" for run, rows in zip(seeds, ends, strict=True)
+            ),
+        })  # fmt: skip
+    return found
+
+
+def _evaluations_to(run: RunData, of: str, column: float) -> Sequence[Mapping[str, Any]]:
+    """A run's evaluations up to the one nearest to an iteration or to millions of environment steps."""
+    last = nearest(run, of, column)
+    return [row for row in run.evals if row["step"] <= last]
+
+
+def _solved_from(rows: Sequence[Mapping[str, Any]], of: str) -> str:
+    """Since when every evaluation's motions have all succeeded, to the last of these rows."""
+    failed = [index for index, row in enumerate(rows) if row["success_greedy"] < 1]
+    if not failed:
+        return "the start"
+    if failed[-1] == len(rows) - 1:
+        return "not"
+    row = rows[failed[-1] + 1]
+    return _head(of, row["step"] if of == "iteration" else row["env_steps"] / _MILLION)
+
+
+def _seconds(run: RunData, step: int) -> float:
+    """What training had taken by an iteration."""
+    (row,) = (row for row in run.metrics if row["step"] == step)
+    return float(row["time_s"])
+
+
+def _listed(values: Iterable[str]) -> str:
+    """The values of several seeds in a cell, as one where they are the same."""
+    every = list(values)
+    return every[0] if len(set(every)) == 1 else ", ".join(every)
+
+
+def _task(run: RunData) -> str:
+    """The environment without its suite and version, the algorithm, what was changed of its settings."""
+    settings = run.config.settings
+    name = settings["env_id"].removeprefix("tether/").removeprefix("MetaWorld-").rpartition("-v")[0]
+    changed = run.config.label.partition(", ")[2]
+    return ", ".join(filter(None, [name, settings["algo"].upper(), changed]))
+
+
 def nearest(run: RunData, of: str, column: float) -> int:
     """The iteration of the evaluation nearest to an iteration or to millions of environment steps.
 
@@ -120,9 +190,31 @@ def _head(of: str, column: float) -> str:
 
 def table(options: argparse.Namespace) -> str:
     """The table that was asked for."""
-    runs = [StudyTable(TABLE, KINDS).select(grid, options.run)[0] for grid in options.grids]
+    runs = [seeds for pattern in options.grids for seeds in chosen(pattern, options.run)]
     of, columns = ("iteration", options.iterations) if options.iterations else ("steps", options.steps)
-    return markdown_table(progress(runs, of, columns, options.rows))
+    if options.per_run:
+        return markdown_table(per_run(runs, of, columns))
+    return markdown_table(progress([run for (run,) in runs], of, columns, options.rows))
+
+
+def chosen(pattern: str, names: Sequence[str]) -> list[list[RunData]]:
+    """The runs of those names in each grid that a pattern such as "metaworld-long-*" fits, by algorithm.
+
+    Raises:
+        SystemExit: no grid has them all.
+    """
+    runs = {(run.path.parent.name, run.path.name): run for run in StudyTable(TABLE, KINDS).select()}
+    grids = sorted({grid for grid, _ in runs if fnmatchcase(grid, pattern)})
+    by_algo = [list(of) for _, of in groupby(names, lambda name: name.partition("-seed")[0])]
+    found = [
+        [runs[grid, name] for name in seeds]
+        for grid in grids
+        for seeds in by_algo
+        if all((grid, name) in runs for name in seeds)
+    ]
+    if not found:
+        raise SystemExit(f"{TABLE} has no {' and '.join(names)} of {pattern}.")
+    return found
 
 
 def written_anew(page: str) -> str:
@@ -135,16 +227,19 @@ def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("grids", nargs="*", metavar="grid")
-    parser.add_argument("--run", default="tce-seed0")
+    parser.add_argument("grids", nargs="*", metavar="grid", help="with --per-run a pattern, too")
+    parser.add_argument("--run", nargs="+", default=["tce-seed0"])
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--iterations", type=int, nargs="+")
     when.add_argument("--steps", type=float, nargs="+", help="millions of environment steps")
     when.add_argument("--page", action="store_true", help="write the page's tables anew")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--per-run", action="store_true", help="a row for each grid, its seeds in a cell")
     options = parser.parse_args(words)
     if not options.page and not (options.grids and (options.iterations or options.steps)):
         parser.error("a grid is needed, and --iterations or --steps, or --page alone")
+    if len(options.run) > 1 and not options.per_run:
+        parser.error("several seeds go with --per-run")
     return options
 
 

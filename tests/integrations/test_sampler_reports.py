@@ -223,12 +223,30 @@ def test_what_half_precision_explains_follows_the_first_transfer() -> None:
             mismatch.judge(3, 10, mean, half)
 
 
+def test_a_resumed_runs_first_transfer_does_not_say_what_arithmetic_explains() -> None:
+    """Its engine begins with other weights, so that two transfers that never arrived would pass."""
+    half = Tolerance(0.05, 0.15)
+
+    def measured(*means: float, history: list[dict[str, float]]) -> None:
+        mismatch = Mismatch()
+        for step, mean in enumerate(means, 500):
+            state = SimpleNamespace(global_step=step, log_history=history)
+            trainer = SimpleNamespace(state=state, _metrics={"train": defaultdict(list)})
+            mismatch.measured(trainer, 256, mean, half)
+
+    for history in ([{"loss": 0.1}], [{"loss": 0.1}, {"trust_region/sampler_mismatch": 0.004}]):
+        with pytest.raises(StaleSamplerError, match=r"step 500, .* arithmetic explains 0\.05"):
+            measured(0.12, 0.14, history=history)
+    measured(0.1, 0.11, history=[{"trust_region/sampler_mismatch": 0.03}])
+
+
 def test_rollouts_of_which_nothing_counts_leave_the_check_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their difference of 0 would be taken for what arithmetic explains."""
     trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=1), model=SimpleNamespace(training=True), _metrics={"train": {}},
+        state=SimpleNamespace(global_step=1, log_history=[]), model=SimpleNamespace(training=True),
+        _metrics={"train": {}},
         accelerator=SimpleNamespace(device="cpu", reduce=lambda values, **_: values),
     )  # fmt: skip
     trainer._metrics["train"] = defaultdict(list)
@@ -249,7 +267,7 @@ def test_a_process_whose_batch_has_images_takes_part_in_the_check(monkeypatch: p
     """The others wait for it, and compare what they have."""
     others = torch.tensor([0.6, 20.0])
     trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=1), model=SimpleNamespace(training=True),
+        state=SimpleNamespace(global_step=1, log_history=[]), model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(device="cpu", reduce=lambda values, **_: values + others),
     )  # fmt: skip

@@ -19,6 +19,8 @@ from transformers import (
     GraniteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     Qwen3Config,
@@ -33,6 +35,7 @@ from transformers import (
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 from trl_head import fuse_head, needs_fused_head
 
+from tether.errors import ConfigError
 from tether.integrations.sparse_head import add_sparse_head
 
 VOCABULARY, LENGTH, KEPT = SIZES["vocab_size"], 9, 3
@@ -158,6 +161,48 @@ def test_a_soft_cap_of_another_name_is_the_same_cap(family: str) -> None:
     sampled = dense.gather(-1, labels[:, 1:, None].clamp_min(0)).squeeze(-1)
     torch.testing.assert_close(ours.log_probs[counted], sampled[counted], atol=1e-5, rtol=1e-5)
     assert sampled[counted].min() < -3.0  # of weights that reach the cap
+
+
+class ScaledForCausalLM(Qwen3ForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 4
+        return output
+
+
+BETWEEN: dict[str, Callable[[], Any]] = {
+    "layers": lambda: ModernBertDecoderForCausalLM(
+        ModernBertDecoderConfig(
+            **{k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
+            cls_token_id=1, sep_token_id=2,
+        )
+    ),
+    "a scale of a name that nobody knows": lambda: ScaledForCausalLM(Qwen3Config(**SIZES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", BETWEEN)
+def test_what_lies_between_hidden_states_and_logits_is_refused(family: str) -> None:
+    """The responses would be drawn from one distribution and trained on another."""
+    torch.manual_seed(0)
+    model = BETWEEN[family]()
+    add_sparse_head(model, TEMPERATURE, maybe_gather_lm_head_ctx)
+    inputs, labels = _batch()
+    with pytest.raises(ConfigError, match="has more than its output embeddings between"):
+        model(**inputs, labels=labels, support_top_k=KEPT)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharpness", [0.0, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_layer_in_between(family: str, sharpness: float, dtype: torch.dtype) -> None:
+    model = _build(family).to(dtype)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharpness)
+    add_sparse_head(model, TEMPERATURE, maybe_gather_lm_head_ctx)
+    inputs, labels = _batch()
+    assert model(**inputs, labels=labels, support_top_k=KEPT).log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

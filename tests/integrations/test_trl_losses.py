@@ -233,6 +233,16 @@ def test_settings_that_would_do_nothing_are_refused(
         make_trainer(PolicyLossTrainer, GRPOConfig, **rival("ppo_clip"), **changes)
 
 
+def test_a_loss_that_asks_how_old_its_data_is_needs_updates_of_one_batch(
+    make_trainer: Callable[..., Any],
+) -> None:
+    """Over two batches nobody could say, and a lag of 0 would make it PPO's clip."""
+    spanning = {"per_device_train_batch_size": 4, "steps_per_generation": 3, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match=r"num_iterations = 3 micro-batches, .* two batches"):
+        make_trainer(PolicyLossTrainer, GRPOConfig, **rival("decoupled_clip"), **spanning)
+    make_trainer(PolicyLossTrainer, GRPOConfig, **rival("ppo_clip"), **spanning)
+
+
 def test_troll_is_sent_to_its_own_trainer(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="TROLLTrainer"):
         make_trainer(PolicyLossTrainer, GRPOConfig, **rival("troll"))

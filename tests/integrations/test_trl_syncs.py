@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import GRPOConfig
 
 from device_steps import Waits, assert_waits
-from pretend_gpu import DEVICE, ROWS, TO_HOST, VALUE, PretendGPU, values_of
+from pretend_gpu import DEVICE, FROM_HOST, ROWS, TO_HOST, VALUE, PretendGPU, values_of
 from rounding import SUMMED_ANOTHER_WAY, unit_of
 from tether.integrations.trl import OldPolicyTrainer, TROLLConfig, TROLLTrainer
 from tether.integrations.trl_losses import PolicyLossTrainer
@@ -28,6 +28,11 @@ TOKENS = ("integrations/sparse_head.py:_Rows.of", ROWS)
 IN_ONE_PASS: Waits = {("losses/linear.py:_Rows.__init__", ROWS): 1}
 BY_SEQUENCE: Waits = IN_ONE_PASS | {("losses/linear.py:linear_policy_loss", TO_HOST): 1}
 AFTERWARDS: Waits = {TOKENS: 1}
+#: Once a training: whether the head alone makes the model's logits.
+CHECKED: Waits = {
+    ("integrations/head_check.py:_plain_tokens", FROM_HOST): 1,
+    ("integrations/head_check.py:check_head", TO_HOST): 1,
+}
 METRICS = ("integrations/lag_metrics.py:by_process", TO_HOST)
 #: Once a batch of rollouts, whatever keeps an old policy: the slots that are filled, of two micro-batches.
 PACKED: Waits = {
@@ -159,5 +164,5 @@ def test_waits_of_an_update(
     of_first, of_second = _both_updates(make, monkeypatch)
     # Besides the loss, two micro-batches are scored by the policy that sampled them.
     scored = {**update, TOKENS: 2 + update.get(TOKENS, 0)}
-    assert_waits(of_first, {**scored, METRICS: 1, **first})
+    assert_waits(of_first, {**scored, **CHECKED, METRICS: 1, **first})
     assert_waits(of_second, {**update, METRICS: 1, **second})

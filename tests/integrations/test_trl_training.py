@@ -125,6 +125,8 @@ def test_under_autocast_a_gpu_multiplies_the_head_in_half_precision(monkeypatch:
         monkeypatch.setattr(exact_head, "has_matrix_units", lambda _: True)
         assert dtypes(hidden, weight) == {torch.bfloat16}
         assert dtypes(hidden, weight[:0]) == {torch.float32}, "sharded at rest: gathered when it is used"
+        given = exact_head.as_multiplied(hidden.bfloat16(), weight, in_float32=True)
+        assert {tensor.dtype for tensor in given} == {torch.float32}, "a head that was cast for its own sake"
         (gradient,) = torch.autograd.grad(exact_head.as_multiplied(hidden, weight)[1].sum(), weight)
     assert gradient.dtype == torch.float32
     assert dtypes(hidden, weight) == {torch.float32}
@@ -239,6 +241,20 @@ def test_dropout_is_warned_about_for_it_looks_like_divergence(train: Callable[..
         noise = run()
     assert noise > 1e-4
     assert run(disable_dropout=True) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_dropout_that_is_no_layer_is_warned_about_too(train: Callable[..., Any]) -> None:
+    """Attention hands its rate to a function, where disable_dropout does not reach it."""
+
+    def run(rate: float) -> float:
+        model = make_tiny_model(attention_dropout=rate)
+        trainer = train(TROLLTrainer, TROLLConfig, model=model, max_steps=1, disable_dropout=True)
+        return _steps(trainer)[0]["trust_region/kl_max"]
+
+    with pytest.warns(TetherWarning, match=r'self_attn\.attention_dropout=0\.2.*"attention_dropout": 0\.0'):
+        noise = run(0.2)
+    assert noise > 1e-4
+    assert run(0.0) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_models_own_reshaping_of_samples_is_warned_about(make_trainer: Callable[..., Any]) -> None:

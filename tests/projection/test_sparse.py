@@ -70,6 +70,9 @@ def test_the_sampled_token_is_kept_whatever_its_rank_and_never_twice() -> None:
     assert ids.tolist() == [[0, 1, 3], [0, 1, EMPTY]]
     cut = select_support(logits, 2, mass=0.5, keep_ids=torch.tensor([1, 0]))
     assert cut.tolist() == [[0, EMPTY, 1], [0, EMPTY, EMPTY]]
+    assert select_support(logits, 2, keep_ids=torch.tensor([-100, 3])).tolist() == [[0, 1, EMPTY], [0, 1, 3]]
+    padded = SparseLogProbs.from_logits(logits, 2, keep_ids=torch.tensor([-100, 3]))
+    assert padded.log_tail[0] == pytest.approx(logits[0].log_softmax(-1)[2:].logsumexp(-1).item())
 
 
 @given(

@@ -19,13 +19,15 @@ from tether.projection import ProjectedTokens, SparseLogProbs
 from tether.settings import Region
 
 
-def as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def as_multiplied(hidden: Tensor, weight: Tensor, *, in_float32: bool = False) -> tuple[Tensor, Tensor]:
     """Hidden states and head as the head's own forward would multiply them: in autocast's precision on a GPU.
 
     The logits are float32 all the same. In float32 the products would use none of a GPU's matrix units and
     take ten times as long. A processor multiplies what it is given, and so does a GPU where the head is
-    sharded at rest and empty here (ZeRO-3).
+    sharded at rest and empty here (ZeRO-3), or was cast to float32 for its own sake (`in_float32`).
     """
+    if in_float32:
+        return hidden.float(), weight.float()
     if not (has_matrix_units(hidden) and torch.is_autocast_enabled(hidden.device.type) and weight.numel()):
         return hidden, weight
     dtype = torch.get_autocast_dtype(hidden.device.type)

@@ -55,6 +55,8 @@ def evaluate_loss(
     lm_head: Any,
     head: Head,
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
+    *,
+    in_float32: bool = False,
 ) -> LinearPolicyLoss:
     """The loss of a micro-batch.
 
@@ -64,7 +66,7 @@ def evaluate_loss(
         counted: which positions have a label, [B, T'].
         lm_head: the module.
         head: what becomes of its output.
-        weights_at_hand: as in `tether.integrations.sparse_head.add_sparse_head`.
+        weights_at_hand, in_float32: as in `tether.integrations.sparse_head.add_sparse_head`.
 
     Raises:
         TetherError: the rows are not all of those the objective is of.
@@ -75,7 +77,7 @@ def evaluate_loss(
             f"A policy loss of {rows} sequences was to be computed in a forward pass of {hidden.shape[0]}. "
             "An override of _get_per_token_logps_and_entropies must not split the batch of an update."
         )
-    hidden, weight = as_multiplied(hidden, whole(lm_head.weight))
+    hidden, weight = as_multiplied(hidden, whole(lm_head.weight), in_float32=in_float32)
     bias = None if lm_head.bias is None else whole(lm_head.bias)
     head = replace(head, weights_at_hand=functools.partial(weights_at_hand, weight, bias))
     # The objective is no part of the model: what a trainer computes outside of it is not autocast either.

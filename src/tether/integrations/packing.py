@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tether.errors import ConfigError, InvalidInputError
 from tether.integrations.decoding import beyond_attention
 from tether.integrations.grouped_attention import grouped_attention
+from tether.integrations.head_check import evaluated, rounding_of
 from tether.integrations.shared_prefixes import RowLayout, SharedLayout
 
 _OFF = (
@@ -306,35 +307,18 @@ def _check_sequences_stay_apart(backbone: Any) -> None:
     ids = torch.arange(9, device=embeddings.weight.device)[None] * 7 % backbone.config.vocab_size
     alone = torch.arange(5, device=ids.device)[None]
     both = torch.cat((torch.arange(4, device=ids.device)[None], alone), 1)
-    modes = [(module, module.training) for module in backbone.modules()]
-    backbone.eval()  # dropout would make two passes differ
-    try:
+    with evaluated(backbone):
         packed, single = (
             backbone._padded_forward(
                 input_ids=tokens, attention_mask=None, position_ids=positions, use_cache=False
             ).last_hidden_state[:, -5:]
             for tokens, positions in ((ids, both), (ids[:, -5:], alone))
         )
-    finally:
-        for module, training in modes:
-            module.training = training
     difference, size = (packed - single).double().norm().item(), single.double().norm().item()
-    limit = _rounding(single) ** 0.5
+    limit = rounding_of(single) ** 0.5
     if difference > limit * size:  # never so for NaN, which is another failure and told elsewhere
         raise ConfigError(
             f"{type(backbone).__name__} cannot train on packed sequences: the hidden states of a sequence "
             f"change by {difference / size:.1e} of their size when another one stands before it, although "
             f"its position ids begin anew (rounding explains {limit:.1e}). {_OFF}"
         )
-
-
-def _rounding(hidden: Tensor) -> float:
-    """The relative rounding error of the coarsest arithmetic that made `hidden`."""
-    kind = hidden.device.type
-    # Norms and rotary angles are float32 in any model, also in a float64 one.
-    types = [hidden.dtype, torch.float32]
-    if torch.is_autocast_enabled(kind):
-        types.append(torch.get_autocast_dtype(kind))
-    coarsest = max(torch.finfo(dtype).eps for dtype in types)
-    tf32 = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return max(coarsest, 2.0**-10) if tf32 else coarsest

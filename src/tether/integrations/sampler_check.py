@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from tether.projection import SampledPolicy
 #: Tokens that are compared, from as many sequences as it takes.
 _TOKENS = 64
 _SEQUENCES = 4
+
+_LOGGED = "trust_region/sampler_mismatch"
 
 #: So many times the first transfer's difference is still arithmetic, in half precision.
 _VARIES = 4.0
@@ -64,6 +66,23 @@ class Mismatch:
 
     def __init__(self) -> None:
         self._first: float | None = None  # difference after the first transfer
+
+    def measured(self, trainer: Any, tokens: int, mean: float, tolerance: Tolerance) -> None:
+        """Log and judge what was measured after the transfer of a trainer's present weights.
+
+        A run that goes on from a checkpoint has its first difference in its log. Its engine begins with
+        other weights than the trainer's, so that its own first transfer tells nothing about arithmetic.
+
+        Raises:
+            StaleSamplerError: the mean difference exceeds the tolerance.
+        """
+        step, log = int(trainer.state.global_step), trainer.state.log_history
+        if self._first is None:
+            self._first = next((float(row[_LOGGED]) for row in log if _LOGGED in row), None)
+            if self._first is None and step > 0:
+                tolerance = replace(tolerance, most=tolerance.usual)
+        trainer._metrics["train"][_LOGGED].append(mean)
+        self.judge(step, tokens, mean, tolerance)
 
     def judge(self, step: int, tokens: int, mean: float, tolerance: Tolerance) -> None:
         """Refuse what arithmetic does not explain, and warn of what it did not do before.
@@ -152,8 +171,7 @@ class SamplerCheck:
             return
         self._checked_step = step
         mean = (totals[0] / totals[1]).item()
-        trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
-        self._mismatch.judge(step, int(totals[1]), mean, tolerance)
+        self._mismatch.measured(trainer, int(totals[1]), mean, tolerance)
 
     @property
     def tolerance(self) -> Tolerance:

@@ -27,6 +27,7 @@ from tether.integrations.exact_head import (
     head_transform,
     whole,
 )
+from tether.integrations.head_check import check_head, run_backbone
 from tether.integrations.one_pass_head import LossOfTokens, evaluate_loss
 from tether.losses.linear import LinearPolicyLoss
 from tether.ops.head import Head
@@ -83,6 +84,8 @@ def add_sparse_head(
     model: PreTrainedModel,
     temperature: float,
     weights_at_hand: Callable[..., AbstractContextManager[Any]],
+    *,
+    in_float32: bool = False,
 ) -> None:
     """Teach a model's forward the keywords `support_top_k`, `support_mass`, `support_ids`, `old_tokens` and
     `policy_loss`.
@@ -100,17 +103,23 @@ def add_sparse_head(
     All need `labels` [B, T], unshifted, -100 where a position does not count. Or, with
     ``label_positions=[M]`` and one row of input, `labels` [1, M] are what follows each of those positions; a
     position may serve several labels and supports [1, M, K]. The result is a `SparseHeadOutput`. Call this
-    before the model is wrapped (DDP, FSDP) and on the base model of a PEFT model.
+    before the model is wrapped (DDP, FSDP) and on the base model of a PEFT model. The first such pass is
+    preceded by a check on a few tokens that the head alone makes the model's logits of its hidden states.
 
     Args:
         model: a causal language model with `base_model` and output embeddings.
         temperature: the sampling temperature the logits are divided by.
         weights_at_hand: context manager factory around each use of the head's weight and bias, for
             heads sharded at rest.
+        in_float32: the head was cast to float32 and is to be multiplied so, also under autocast.
+
+    Raises:
+        ConfigError: in that first pass, a model with more between its hidden states and its logits.
     """
     scale, softcap = head_transform(model.config.get_text_config())
     head = Head(temperature, scale, softcap, model.config.get_text_config().vocab_size)
     previous = model.forward
+    checked = False
 
     # Keep the original signature: `generate` validates its model kwargs against it.
     @functools.wraps(type(model).forward)
@@ -130,19 +139,25 @@ def add_sparse_head(
         asked = (support_top_k, support_ids, old_tokens, policy_loss)
         if all(question is None for question in asked):
             return previous(*args, **kwargs)
+        nonlocal checked
+        if not checked:  # here and not when the model is built: only in a forward are sharded weights at hand
+            check_head(self, previous, head, weights_at_hand)
+            checked = True
         labels = kwargs.pop("labels")
         kwargs.pop("fused_lm_head", None)
-        backbone = _run_backbone(self, *args, **kwargs)
+        backbone = run_backbone(self, *args, **kwargs)
         states, lm_head = backbone.last_hidden_state, self.get_output_embeddings()
         aux_loss = _load_balancing_loss(self, backbone, kwargs)
         if policy_loss is not None:
             states, labels, counted = _before_labels(states, labels, lm_head)
-            loss = evaluate_loss(policy_loss, states, labels, counted, lm_head, head, weights_at_hand)
+            loss = evaluate_loss(
+                policy_loss, states, labels, counted, lm_head, head, weights_at_hand, in_float32=in_float32
+            )
             return SparseHeadOutput(**_of_loss(loss), aux_loss=aux_loss)
         if label_positions is not None:  # as a row of its own, each state before its label
             states = torch.nn.functional.pad(states[:, label_positions], (0, 0, 0, 1))
             labels = torch.nn.functional.pad(labels, (1, 0), value=IGNORED_LABEL)
-        rows = _Rows.of(lm_head, states, labels, weights_at_hand)
+        rows = _Rows.of(lm_head, states, labels, weights_at_hand, in_float32=in_float32)
         if old_tokens is not None:
             found: dict[str, Any] = dict(rows.projected(old_tokens, head))
         else:
@@ -176,12 +191,14 @@ class _Rows:
         hidden: Tensor,
         labels: Tensor,
         weights_at_hand: Callable[..., AbstractContextManager[Any]],
+        *,
+        in_float32: bool,
     ) -> _Rows:
         hidden, labels, counted = _before_labels(hidden, labels, head)
         rows, positions = counted.nonzero(as_tuple=True)
         bias = None if head.bias is None else whole(head.bias)
         sampled = labels[rows, positions]
-        hidden, weight = as_multiplied(hidden, whole(head.weight))
+        hidden, weight = as_multiplied(hidden, whole(head.weight), in_float32=in_float32)
         return cls(hidden, counted, (rows, positions), sampled, weight, bias, weights_at_hand)
 
     def projected(self, old: OldTokens, head: Head) -> dict[str, Tensor | None]:
@@ -244,12 +261,6 @@ def _outputs(tokens: ProjectedTokens) -> dict[str, Tensor]:
 
 def _of_loss(found: LinearPolicyLoss) -> dict[str, Any]:
     return {**_outputs(found.tokens), "loss": found.loss, "loss_metrics": found.metrics}
-
-
-def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
-    # Looked up on each call: FSDP and PEFT replace modules after the forward was extended.
-    kwargs["use_cache"] = False
-    return model.base_model(*args, **kwargs)
 
 
 def _load_balancing_loss(model: Any, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:

@@ -82,9 +82,8 @@ class TransferCheck:
         if not answers:
             return
         mean = self._difference(answers)
-        trainer._metrics["train"]["trust_region/sampler_mismatch"].append(mean)
         tolerance = explained(trainer, trainer.engine_dtype, self._chosen)
-        self._mismatch.judge(int(trainer.state.global_step), len(answers), mean, tolerance)
+        self._mismatch.measured(trainer, len(answers), mean, tolerance)
 
     def _contexts(self, latest: Iterable[Tensor]) -> list[list[int]]:
         found = [ids[: min(_LONGEST, len(ids) * thirds // 3)].tolist() for ids in latest for thirds in (1, 2)]

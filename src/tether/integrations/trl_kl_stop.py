@@ -55,13 +55,7 @@ class StoppableTrainer(EstimatorTrainer):
                 f"kl_stop={self.kl_stop} withholds updates, and fp16's loss scaling needs a gradient at "
                 "each. Train in bf16, or without kl_stop."
             )
-        together, size = self.args.gradient_accumulation_steps, self._micro_batches_a_rollout
-        if size % together:
-            raise ConfigError(
-                f"A batch of rollouts has steps_per_generation x num_iterations = {size} micro-batches, no "
-                f"multiple of gradient_accumulation_steps={together}: an update would learn from two "
-                "batches. Make it a multiple."
-            )
+        self._check_whole_updates()
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.model.training:

@@ -86,6 +86,8 @@ class PolicyLossTrainer(ObjectiveTrainer):
         if args is not None:
             _check_settings(args)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        if self.anchor == "trainer" and "lag" in given_to(policy_loss, self.loss_options):
+            self._check_whole_updates()  # or nobody could say how old a batch is
 
     def _obstacle(self) -> str | None:
         return obstacle_of_loss(self.policy_loss, self.loss_options)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tether.errors import CheckpointError, warn
+from tether.errors import CheckpointError, ConfigError, warn
 from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.trl_data import FittedTrainer
 from tether.integrations.trl_old_policy import pack, packed_from_tensors, packed_to_tensors
@@ -77,6 +77,20 @@ class ResumableTrainer(FittedTrainer):
     def _updates_a_rollout(self) -> int:
         """Optimizer steps on a batch of rollouts; at least one."""
         return max(1, self._micro_batches_a_rollout // int(self.args.gradient_accumulation_steps))
+
+    def _check_whole_updates(self) -> None:
+        """Refuse updates that learn from two batches of rollouts, where something stands on each batch's own.
+
+        Raises:
+            ConfigError: they do.
+        """
+        together, size = self.args.gradient_accumulation_steps, self._micro_batches_a_rollout
+        if size % together:
+            raise ConfigError(
+                f"A batch of rollouts has steps_per_generation x num_iterations = {size} micro-batches, no "
+                f"multiple of gradient_accumulation_steps={together}: an update would learn from two "
+                "batches, of two policies. Make it a multiple."
+            )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; what is left of a batch of rollouts from an earlier call is not learned from."""

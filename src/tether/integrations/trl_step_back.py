@@ -218,14 +218,8 @@ def _check_trainer(trainer: Any, options: StepBackOptions) -> None:
             'anchor="sampler" makes no pass that has them. Use anchor="trainer", or kl_stop, which reads the '
             "records."
         )
-    together, micro_batches = trainer.args.gradient_accumulation_steps, trainer._micro_batches_a_rollout
-    if micro_batches % together:
-        raise ConfigError(
-            f"A batch of rollouts has steps_per_generation x num_iterations = {micro_batches} micro-batches, "
-            f"no multiple of gradient_accumulation_steps={together}: an update would learn from two batches, "
-            "and there is no policy to go back to. Make it a multiple."
-        )
-    if micro_batches == together:
+    trainer._check_whole_updates()
+    if trainer._micro_batches_a_rollout == trainer.args.gradient_accumulation_steps:
         raise ConfigError(
             "Each batch of rollouts serves one update here, for which TRL records no old policy, so there is "
             "nothing to measure the network against. Set steps_per_generation or num_iterations higher."

@@ -129,7 +129,9 @@ class OldPolicyTrainer(ReportingTrainer):
         self.rollout_rows: list[dict[str, Any]] = []
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         for model in (self._base_model, *reference):
-            add_sparse_head(model, self.temperature, maybe_gather_lm_head_ctx)
+            add_sparse_head(
+                model, self.temperature, maybe_gather_lm_head_ctx, in_float32=self.args.cast_lm_head_to_fp32
+            )
             if self.pack_sequences:
                 add_packing(model)
         warn_of_settings(self, self._base_model)

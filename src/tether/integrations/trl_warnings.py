@@ -38,13 +38,36 @@ def _warn_without_old_policy(trainer: Any) -> None:
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
-    active = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    if active:
+    problem = (
+        "Each pass then draws another policy, so that old and new differ by noise, which the trust region "
+        "would project away."
+    )
+    layers = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
+    ]
+    if layers:
         warn(
-            f"{len(active)} dropout layers are active ({active[0]}, ...). Each pass then draws another "
-            "policy, so that old and new differ by noise, which the trust region would project away. "
+            f"{len(layers)} dropout layers are active ({layers[0]}, ...). {problem} "
             "Set disable_dropout=True, or lora_dropout=0."
         )
+    if functional := _functional_dropout(model):
+        name, rate = next(iter(functional.items()))
+        setting = name.rpartition(".")[2]
+        warn(
+            f"{len(functional)} modules drop activations at a rate of their own ({name}={rate}, ...). "
+            f"{problem} disable_dropout=True does not reach them: load the model with the rate at 0, such as "
+            f'model_init_kwargs={{"{setting}": 0.0}}.'
+        )
+
+
+def _functional_dropout(model: nn.Module) -> dict[str, float]:
+    """Rates above 0 that modules hand to a function when they are run, as most families' attention does."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if "drop" in attribute and isinstance(value, float) and value > 0
+    }
 
 
 def _warn_of_noisy_embeddings(args: Any) -> None:

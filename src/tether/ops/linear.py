@@ -70,7 +70,7 @@ def linear_log_probs(
     Memory beyond inputs, outputs and gradients: on a CPU 2^24 logits in float32 (or one row of them; a
     batch that has no more keeps them from the forward pass to the backward pass, which then spares a
     product) and a few blocks that fit its cache. An accelerator holds the logits of at least 1024 tokens
-    (more if 2^24 are more, or a 64th of a GPU's memory, up to 4096 tokens): with the Triton kernels, their
+    (more if 2^24 are more, or a 64th of a GPU's memory, up to 8192 tokens): with the Triton kernels, their
     gradient beside them if it is in half precision; without, up to five times as much. A half-precision
     head is widened 4096 rows at a time, or not at all where the accelerator multiplies it as it is; its
     gradient is summed in float32.

@@ -42,10 +42,13 @@ def trim_to_mass(ids: Tensor, log_probs: Tensor, mass: float) -> Tensor:
 
 
 def append_kept_id(ids: Tensor, keep_ids: Tensor) -> Tensor:
-    """Add one slot for an id that must be present, empty where it is already, [..., K + 1]."""
+    """Add one slot for an id that must be present, empty where it is already or negative, [..., K + 1].
+
+    Negative is what padding has, such as -100.
+    """
     keep = keep_ids.to(ids.dtype).unsqueeze(-1)
-    present = (ids == keep).any(-1, keepdim=True)
-    return torch.cat((ids, torch.where(present, EMPTY, keep)), -1)
+    spare = (ids == keep).any(-1, keepdim=True) | (keep < 0)
+    return torch.cat((ids, torch.where(spare, EMPTY, keep)), -1)
 
 
 def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
