@@ -53,7 +53,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "integrations": {
         "TRL: trl_trainer first": (
-            *("integrations.trl*", "integrations.*_head", "integrations.packing"),
+            *("integrations.trl*", "integrations.*_head", "integrations.head_check", "integrations.packing"),
             *("integrations.sampler_check", "integrations.lag_metrics", "integrations.vllm*"),
             *("integrations.seams", "integrations.shared_prefixes", "integrations.decoding"),
         ),

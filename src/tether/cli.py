@@ -206,8 +206,9 @@ def _episodic(module: str) -> Any:
 
 
 def _episodic_train(arguments: list[str]) -> None:
-    options, arguments = _episodic("options"), _with_settings_file(arguments)
-    defaults = options.defaults_for(arguments)
+    options, (written, typed) = _episodic("options"), _by_origin(arguments)
+    defaults = options.defaults_for([*written, *typed])
+    arguments = [*options.env_options_of(defaults, written), *written, *typed]
     config = _parse(options.TrainConfig, "tether episodic train", arguments, default=defaults)
     run = _episodic("commands").train_command(config)
     print(f"The run is in {run.path}, its pictures in {run.path / 'figures'}.")
@@ -350,10 +351,16 @@ def _option_values() -> Any:
 
 def _with_settings_file(arguments: list[str]) -> list[str]:
     """The options of --config files, then those typed."""
+    written, typed = _by_origin(arguments)
+    return written + typed
+
+
+def _by_origin(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The options of --config files, and those typed."""
     from tether.experiments.settings_file import options_from_file
 
     files, typed = _settings_files(arguments)
-    return [option for file in files for option in options_from_file(file)] + typed
+    return [option for file in files for option in options_from_file(file)], typed
 
 
 def _settings_files(arguments: list[str]) -> tuple[list[str], list[str]]:

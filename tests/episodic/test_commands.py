@@ -99,6 +99,38 @@ def test_typed_options_override_the_preset(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen[1].settings == replace(preset("hopper-jump-paper"), iterations=5, episodes=2)
 
 
+def test_typed_options_of_the_environment_stand_beside_the_presets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def note(config: TrainConfig) -> RunFolder:
+        seen.append(config.settings.env_options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(commands, "train_command", note)
+    file = tmp_path / "settings.yaml"
+    file.write_text("preset: hopper-jump-sparse-long\nenv_options: {height_weight: 2}\n")
+    memory = ("--preset", "hopper-jump-sparse-long")
+    for words in (
+        (*memory, "--env-options", "height_weight", "3"),
+        (*memory, "--env_options", "show_memory", "False"),
+        (*memory, "--env-options"),
+        memory,
+        ("--config", str(file)),
+        ("--config", str(file), "--env-options", "show_memory", "False"),
+    ):
+        assert tether("episodic", "train", *words) == 1
+    assert seen == [
+        {"show_memory": True, "height_weight": 3},
+        {"show_memory": False},
+        {},
+        {"show_memory": True},
+        {"height_weight": 2},  # a file has them all
+        {"height_weight": 2, "show_memory": False},
+    ]
+
+
 def test_runs_do_not_share_a_default_folder() -> None:
     folders = {
         replace(options, settings=replace(options.settings, seed=seed)).folder()
@@ -230,6 +262,35 @@ def test_episodes_that_do_not_differ_give_no_interval(run: Path, capsys: pytest.
     low, high = found["success"]["mean_interval"]  # Wilson's of a single episode
     assert high - low > 0.7
     assert f"{found['return']['mean']:.4g} to" not in shown
+
+
+def test_an_evaluation_within_limits_says_what_they_cost(run: Path, tmp_path: Path) -> None:
+    def evaluated(*words: str) -> dict[str, Any]:
+        output, each = tmp_path / "evaluation.json", tmp_path / "each.csv"
+        files = ("--output", str(output), "--each", str(each))
+        assert tether("episodic", "eval", str(run), "--episodes", "6", *words, *files) == 0
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+    free = evaluated()
+    assert "limits" not in free
+    assert "slowed" not in free["deterministic"]
+    wide = evaluated("--limits.velocity", "1000", "--limits.position-high", "inf", "50")
+    assert wide["limits"]["velocity"] == [1000.0, 1000.0]
+    assert wide["limits"]["position_high"] == [None, 50.0]
+    for policy in ("deterministic", "stochastic"):
+        assert wide[policy]["return"]["mean"] == pytest.approx(free[policy]["return"]["mean"], rel=1e-9)
+        assert (wide[policy]["slowed"]["mean"], wide[policy]["refused"]["mean"]) == (1.0, 0.0)
+    slow = evaluated("--limits.velocity", "0.05")["deterministic"]
+    assert slow["slowed"]["mean"] > 2
+    assert slow["return"]["mean"] != free["deterministic"]["return"]["mean"]
+    refused = evaluated("--limits.velocity", "0.05", "--on-violation", "refuse")
+    assert refused["on_violation"] == "refuse"
+    assert refused["stochastic"]["refused"]["mean"] == 1.0
+    assert refused["stochastic"]["slowed"]["known"] == 0
+    assert refused["stochastic"]["jerk"]["mean"] < 1e-9 * free["stochastic"]["jerk"]["mean"]
+    with (tmp_path / "each.csv").open() as file:
+        assert {row["refused"] for row in csv.DictReader(file)} == {"1"}
 
 
 def test_the_evaluation_of_the_current_folder_has_the_runs_name(

@@ -198,6 +198,25 @@ def test_a_row_on_the_peak_keeps_the_limit_and_can_be_replanned_from(speed):
     assert bent.velocities.max() <= speed
 
 
+@pytest.mark.parametrize("goal", [1.2, 2.0])
+@pytest.mark.parametrize("row", [13, 14, 15])
+def test_from_its_speed_limit_a_robot_can_be_sent_farther(row, goal):
+    """There an excess of speed is small however much slower the motion has to be."""
+    motion = ProDMP(ProDMPConfig(num_basis=3, tau=1.0), 1)
+    still, limits = torch.zeros(1).double(), MotionLimits(velocity=0.5)
+
+    def to(place, *state, **options):
+        weights = torch.tensor([0.0, 0.0, 0.0, place], dtype=torch.float64)
+        return plan_motion(motion, weights, *state, 0.05, 2.0, limits=limits, **options)
+
+    plan = to(1.0, still, still)
+    assert plan.velocities[14, 0] == pytest.approx(0.5, rel=1e-3)
+    state = torch.from_numpy(plan.positions[row]), torch.from_numpy(plan.velocities[row])
+    farther = to(goal, *state, start_time=plan.times[row] / plan.slowed)
+    assert farther.velocities.max() <= 0.5 * (1 + 1e-9)
+    assert 4 < farther.slowed < 9
+
+
 def test_a_row_past_the_end_is_named_where_slowing_down_is_not_allowed():
     motion = ProDMP(ProDMPConfig(num_basis=3, tau=3.0), 1)
     weights, still = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(1)

@@ -40,6 +40,15 @@ def test_a_study_takes_each_algorithms_own_preset_and_changes_what_it_is_told(tm
     assert runs[2].settings.as_dict()["policy_input"] == "context"
 
 
+def test_a_label_may_hold_a_slash(tmp_path: Path) -> None:
+    """A folder in a folder would not be found in the table under the study's name."""
+    study = Study("metaworld-quick:reach-v3", label="region 1/16")
+    assert study.name == "metaworld-quick-reach-v3-region-1-16"
+    (run,) = study.runs(tmp_path)
+    assert run.folder() == tmp_path / study.name / "tce-seed0"
+    assert run.label == "tce, region 1/16"
+
+
 @pytest.mark.parametrize(("name", "algo"), [("hopper-jump-bbrl", "bbrl"), ("hopper-jump-paper", "tce")])
 def test_a_study_that_names_no_algorithm_takes_its_presets_own(name: str, algo: str, tmp_path: Path) -> None:
     (run,) = Study(name).runs(tmp_path)

@@ -20,18 +20,20 @@ import pytest
 import torch
 from point_runs import content
 
+from tether.episodic import commands
+from tether.episodic.commands import eval_command
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
 from tether.episodic.critic import CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
-from tether.episodic.evaluate import evaluate_learner, evaluation_seeds
+from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_seeds
 from tether.episodic.export import export_run
-from tether.episodic.options import ExportConfig
+from tether.episodic.options import EvalConfig, ExportConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.tce import TCE
-from tether.episodic.train import load_config, load_learner, train
+from tether.episodic.train import checkpoint_step, load_config, load_learner, train
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunFolder
 from tether.experiments.files import dump_json, load_json
@@ -305,6 +307,46 @@ def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
     before = content(uninterrupted)
     train(tiny(), uninterrupted, resume=True)
     assert content(uninterrupted) == before
+
+
+def test_a_finished_run_without_checkpoints_keeps_what_it_measured(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """With other workers, too, which change no number: there is nothing left to go on from."""
+    kept = tmp_path / "kept"
+    shutil.copytree(uninterrupted, kept)
+    shutil.rmtree(kept / "checkpoints")
+    before = [RunFolder.open(kept).metrics(), RunFolder.open(kept).evals()]
+    assert train(tiny(num_workers=1), kept, resume=True).finished
+    assert [RunFolder.open(kept).metrics(), RunFolder.open(kept).evals()] == before
+
+
+def test_the_step_of_a_run_in_training_is_that_of_the_policy_measured(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    latest = max(run.glob("checkpoints/step-*"))
+    later = latest.with_name("step-000007")
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Evaluation:
+        shutil.copytree(latest, later, dirs_exist_ok=True)
+        return evaluate_learner(*args, **kwargs)
+
+    monkeypatch.setattr(commands, "evaluate_learner", meanwhile)
+    assert eval_command(EvalConfig(run, episodes=2))["step"] == 6
+    assert checkpoint_step(run) == 7
+
+
+def test_trackers_get_a_robots_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(tiny(iterations=2), tmp_path / "run", trackers=("tensorboard",))
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    for source, rows in (("train", run.metrics()), ("eval", run.evals())):
+        for name in rows[0].keys() - {"step", "time_s"}:
+            found = [(event.step, event.value) for event in events.Scalars(f"{source}/{name}")]
+            assert found == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows], name
 
 
 def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path) -> None:

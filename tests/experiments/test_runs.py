@@ -119,12 +119,13 @@ def test_more_steps_reopen_a_finished_run_where_that_is_allowed(tmp_path: Path) 
     with begin(tmp_path / "run") as run:
         run.log(10, reward=0.1)
         run.mark_finished()
-    with begin(tmp_path / "run", resume=True, may_change=["steps"]) as run:
+    free = {"may_change": ["steps", "device"], "length": "steps"}
+    with begin(tmp_path / "run", resume=True, settings=SETTINGS | {"device": "cpu"}, **free) as run:
         assert run.finished
         with pytest.raises(CheckpointError, match="finished"):
             run.log(11, reward=0.1)
     longer = SETTINGS | {"steps": 20}
-    with begin(tmp_path / "run", resume=True, may_change=["steps"], settings=longer) as run:
+    with begin(tmp_path / "run", resume=True, settings=longer, **free) as run:
         assert not run.finished
         run.log(11, reward=0.1)
     again = RunFolder.open(tmp_path / "run")

@@ -14,10 +14,18 @@ from tether.episodic.config import typed_keywords
 from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_seeds
 from tether.episodic.figures import sample_motions, save_exploration
 from tether.episodic.options import CompareConfig, EvalConfig, RenderConfig, TrainConfig, comparison_runs
+from tether.episodic.plans import MotionLimits
 from tether.episodic.render import render_motions
 from tether.episodic.run_kind import EPISODIC_RUNS, metric_text
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import MAY_CHANGE, config_of, load_config, load_learner, train
+from tether.episodic.train import (
+    MAY_CHANGE,
+    checkpoint_step,
+    config_of,
+    load_config,
+    load_learner,
+    train,
+)
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
 from tether.experiments import RunConfig, RunFolder
 from tether.experiments.files import atomic_write_json, atomic_write_text, csv_text, dump_json, load_json
@@ -137,21 +145,31 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
         SimulationError: a simulator failed.
     """
     settings = load_config(config.run)
+    step = checkpoint_step(config.run, config.step)
+    limits = None if config.limits == MotionLimits() else config.limits
     with EpisodeSampler(settings.env_id, config.workers, 0, settings.env_options) as sampler:
-        learner = load_learner(config.run, sampler.spec, config.step)
+        learner = load_learner(config.run, sampler.spec, step)
         results = {
-            name: evaluate_learner(learner, sampler, config.episodes, deterministic=deterministic)
+            name: evaluate_learner(
+                learner,
+                sampler,
+                config.episodes,
+                deterministic=deterministic,
+                limits=limits,
+                on_violation=config.on_violation,
+            )
             for name, deterministic in (("deterministic", True), ("stochastic", False))
         }
-        headline = sampler.spec.headline
-    steps = [checkpoint.step for checkpoint in RunFolder.open(config.run).checkpoints()]
+        spec = sampler.spec
     numbers: dict[str, Any] = {
         "run": config.run.resolve().name,  # also of "."
         "env": settings.env_id,
-        "step": steps[-1] if config.step is None else config.step,
+        "step": step,
         "episodes": config.episodes,
-        "headline": headline,
-    } | {name: summarise_evaluation(result, headline) for name, result in results.items()}
+        "headline": spec.headline,
+    } | {name: summarise_evaluation(result, spec.headline) for name, result in results.items()}
+    if limits is not None:
+        numbers |= {"limits": limits.described(spec.num_dof), "on_violation": config.on_violation}
     atomic_write_json(config.output or config.run / "evaluation.json", numbers)
     if config.each is not None:
         write_each_episode(config.each, results)
@@ -329,6 +347,7 @@ def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:
         jobs,
         at_once=at_once,
         environment={"OMP_NUM_THREADS": "1"},
+        keep_going=True,  # a run that fails does so again at every call
         seconds=None if config.minutes is None else 60 * config.minutes,
         displayed=EPISODIC_RUNS.displayed,
     )

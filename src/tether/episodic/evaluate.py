@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.episodic.episodes import FloatArray
-from tether.episodic.learner import Learner
+from tether.episodic.learner import Learner, Motions
+from tether.episodic.limited_motions import within_limits
+from tether.episodic.plans import MotionLimits, OnViolation
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import ConfigError
 
@@ -138,20 +140,39 @@ def check_training_seed(seed: int) -> None:
 
 
 def evaluate_learner(
-    learner: Learner, sampler: EpisodeSampler, number: int, *, deterministic: bool = True
+    learner: Learner,
+    sampler: EpisodeSampler,
+    number: int,
+    *,
+    deterministic: bool = True,
+    limits: MotionLimits | None = None,
+    on_violation: OnViolation = "scale",
 ) -> Evaluation:
     """Run what has been learned on the first `number` evaluation episodes.
 
     Training does not notice: the sampler's stream of episodes does not move, and the random numbers of a
     stochastic evaluation are put back.
 
+    Args:
+        learner: what acts.
+        sampler: of its environment.
+        number: how many episodes.
+        deterministic: by the policy's mean, or by samples.
+        limits: of a robot, within which the motions are run; the extras then have "slowed" and "refused".
+        on_violation: whether motions that are too fast for the limits are run slower or refused.
+
     Raises:
         SimulationError: a simulator failed.
+        ConfigError: limits that do not fit the robot, or motions that do not say their weights.
     """
     starts = sampler.reset(seeds=evaluation_seeds(number))
     before = learner.generator.get_state()
-    motions = learner.act(starts, explore=not deterministic)
+    motions: Motions = learner.act(starts, explore=not deterministic)
     learner.generator.set_state(before)
+    kept: dict[str, FloatArray] = {}
+    if limits is not None:
+        motions = limited = within_limits(learner, motions, starts, limits, on_violation)
+        kept = {"slowed": limited.slowed, "refused": limited.refused.astype(np.float64)}
     episodes = sampler.execute(motions.positions, motions.velocities)
     jerk = jerk_of_episodes(episodes.positions, episodes.lengths, learner.spec.dt)
     return Evaluation(
@@ -159,7 +180,7 @@ def evaluate_learner(
         success_any=episodes.success_any,
         returns=episodes.returns,
         jerk=jerk,
-        extras=episodes.extras,
+        extras=episodes.extras | kept,
         contexts=starts.contexts,
         deterministic=deterministic,
     )

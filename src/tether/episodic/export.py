@@ -6,13 +6,12 @@ import copy
 import importlib.metadata
 import importlib.util
 import logging
-import math
 import os
 import re
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +27,8 @@ from tether.episodic.options import ExportConfig
 from tether.episodic.plans import Plan, plan_motion
 from tether.episodic.prodmp import MotionBasis
 from tether.episodic.sampler import EpisodeSampler
-from tether.episodic.train import load_config, load_learner
+from tether.episodic.train import checkpoint_step, load_config, load_learner
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError
-from tether.experiments import RunFolder
 from tether.experiments.files import TEMPORARY_PREFIX, atomic_write_json
 
 Format = Literal["torch", "onnx"]
@@ -114,6 +112,7 @@ def export_run(config: ExportConfig) -> Path:
     """
     _check_installed(config.formats)
     settings = load_config(config.run)
+    config = replace(config, step=checkpoint_step(config.run, config.step))
     folder = config.output or config.run / "export"
     if in_the_way := next((path for path in (folder, *folder.parents) if path.is_file()), None):
         raise ConfigError(f"output={folder} must be a folder, but {in_the_way} is a file. Give another one.")
@@ -275,16 +274,15 @@ def _entries_seen(
 
 def _description(learner: Learner, starts: Starts, config: ExportConfig) -> dict[str, Any]:
     """What a program needs to know to run the files, for people and machines."""
-    spec, run = learner.spec, RunFolder.open(config.run)
+    spec = learner.spec
     with make_position_controlled(spec.env_id, **learner.config.env_options) as robot:
         units, entries = list(robot.position_units), robot.context_indices
-    steps = [checkpoint.step for checkpoint in run.checkpoints()]
     return {
         "made_by": f"tether-rl {importlib.metadata.version('tether-rl')}",
         "environment": spec.env_id,
         "algorithm": learner.config.algo,
         "seed": learner.config.seed,
-        "iteration": max(steps) if config.step is None else config.step,
+        "iteration": config.step,
         "seconds_between_steps": spec.dt,
         "steps": spec.horizon,
         "seconds": spec.duration,
@@ -307,8 +305,5 @@ def _description(learner: Learner, starts: Starts, config: ExportConfig) -> dict
         "number_type": "float64",
         "first_step_after_seconds": spec.dt,
         "movement_primitive": asdict(learner.motion.config) | {"degrees_of_freedom": spec.num_dof},
-        "limits": {
-            name: [one if math.isfinite(one) else None for one in config.limits.each(name, spec.num_dof)]
-            for name in asdict(config.limits)
-        },
+        "limits": config.limits.described(spec.num_dof),
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tether.episodic.config import EpisodicConfig
+from tether.episodic.config import EpisodicConfig, typed_keywords
 from tether.episodic.plans import MotionLimits, OnViolation
 from tether.episodic.presets import choose
 from tether.episodic.render import Film
@@ -89,6 +89,12 @@ class EvalConfig:
 
     each: Path | None = None
     """CSV file for a row of each episode: what it began with and what became of it."""
+
+    limits: MotionLimits = field(default_factory=MotionLimits)
+    """A robot's limits, within which the simulated one keeps its motions."""
+
+    on_violation: OnViolation = "scale"
+    """Run motions that are too fast for the limits slower, or refuse them."""
 
     def __post_init__(self) -> None:
         """Refuse an evaluation of nothing."""
@@ -247,6 +253,22 @@ def defaults_for(arguments: Sequence[str]) -> TrainConfig:
             value = value if equals else following
             chosen[option] = None if value == "None" else value
     return train_config(*chosen.values())
+
+
+def env_options_of(defaults: TrainConfig, written: Sequence[str]) -> list[str]:
+    """A preset's options of its environment as they are typed, beside which those of the command line count.
+
+    Args:
+        defaults: what the preset means.
+        written: options of a settings file; one that has options of the environment has all of them.
+
+    >>> env_options_of(train_config("hopper-jump-sparse-long"), ["--seed", "3"])
+    ['--env-options', 'show_memory', 'True']
+    """
+    keywords = typed_keywords(defaults.settings.env_options)
+    if not keywords or any(word.replace("_", "-").startswith("--env-options") for word in written):
+        return []
+    return ["--env-options", *(word for pair in keywords.items() for word in pair)]
 
 
 def comparison_runs(config: CompareConfig) -> list[TrainConfig]:

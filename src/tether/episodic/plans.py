@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tether.episodic.episodes import FloatArray
-from tether.episodic.prodmp import ProDMP
+from tether.episodic.prodmp import MotionBasis, ProDMP
 from tether.errors import ConfigError, InvalidInputError, MotionLimitError
 from tether.experiments.files import atomic_write_text, csv_text
 
@@ -24,6 +25,9 @@ _LOOKS_PER_STEP = 16
 _TRIES = 50
 # A motion made just slow enough meets its limit to rounding.
 _ROUNDING = 1e-9
+# By so much at least a motion that sets out near its limit is slowed at a try: what it exceeds it by tells
+# ever less of what is missing.
+_LEAST_STEP = 1.1
 # How near the least factor is found from a state in motion, relative to it.
 _NEAR = 1e-3
 # More steps than any motion takes, and as many as fit into memory.
@@ -73,6 +77,20 @@ class MotionLimits:
                 f"The robot has {num_dof} degrees of freedom, but {name} has {values.size} values."
             )
         return np.broadcast_to(values, (num_dof,))
+
+    def described(self, num_dof: int) -> dict[str, list[float | None]]:
+        """Each limit by name for every degree of freedom, None where there is none; for JSON.
+
+        >>> MotionLimits(velocity=(1.0, math.inf)).described(2)["velocity"]
+        [1.0, None]
+
+        Raises:
+            ConfigError: as `each`.
+        """
+        return {
+            item.name: [float(one) if math.isfinite(one) else None for one in self.each(item.name, num_dof)]
+            for item in fields(self)
+        }
 
 
 @dataclass(frozen=True)
@@ -214,36 +232,45 @@ class _Course:
 
     def at(self, times: FloatArray, slowed: float) -> Plan:
         """The motion, `slowed` times slower, at times after the state."""
-        motion, begin = self.motion, slowed * self.begin
-        if slowed != 1.0:
-            if not slowed * self.seconds <= _MOST_STEPS * self.dt:
-                raise MotionLimitError(
-                    f"To keep to its limits the motion would have to be {slowed:.3g} times slower, which is "
-                    f"more than {_MOST_STEPS:,} steps of {self.dt} s. Raise the limits."
-                )
-            config = motion.config
-            slower = replace(config, tau=config.tau * slowed, delay=config.delay * slowed)
-            motion = ProDMP(slower, motion.num_dof)
-        state = self.weights, self.position, self.velocity
-        positions, velocities = motion.trajectory(*state, begin + times, begin)
-        accelerations = motion.accelerations(
-            self.weights, self.position, positions, velocities, begin + times
+        own_times = times / slowed
+        return self._run(times, own_times, self.motion.basis(self.begin + own_times, self.begin), slowed)
+
+    def looked_at(self, slowed: float) -> Plan:
+        """The motion, `slowed` times slower, at the instants where limits are looked after."""
+        instants, basis = self._looks
+        return self._run(instants * slowed, instants, basis, slowed)
+
+    def _run(self, times: FloatArray, own_times: FloatArray, basis: MotionBasis, slowed: float) -> Plan:
+        """A slower motion is the same one in a slower time, in which the robot sets out faster."""
+        if not slowed * self.seconds <= _MOST_STEPS * self.dt:
+            raise MotionLimitError(
+                f"To keep to its limits the motion would have to be {slowed:.3g} times slower, which is "
+                f"more than {_MOST_STEPS:,} steps of {self.dt} s. Raise the limits."
+            )
+        positions, velocities = self.motion.trajectory(
+            self.weights, self.position, self.velocity * slowed, basis
         )
-        return Plan(times, positions.numpy(), velocities.numpy(), accelerations.numpy(), slowed)
+        accelerations = self.motion.accelerations(
+            self.weights, self.position, positions, velocities, self.begin + own_times
+        )
+        return Plan(
+            times, positions.numpy(), velocities.numpy() / slowed, accelerations.numpy() / slowed**2, slowed
+        )
 
     def rows(self, slowed: float) -> FloatArray:
         """When the robot is told a step: as many whole ones as it takes to see the motion's end."""
         steps = max(1, math.ceil(slowed * self.seconds / self.dt - 1e-6))  # rounding must not add one
         return self.dt * np.arange(1, steps + 1, dtype=np.float64)
 
-    def instants(self) -> FloatArray:
-        """Where limits are looked after, at the motion's own speed."""
+    @cached_property
+    def _looks(self) -> tuple[FloatArray, MotionBasis]:
+        """Where limits are looked after, at the motion's own speed, and what it is made of there."""
         looks = max(2, math.ceil(self.seconds / self.dt * _LOOKS_PER_STEP) + 1)
         instants = np.linspace(0.0, self.seconds, looks)
         delay = self.motion.config.delay
         if self.begin < delay < self.begin + self.seconds:  # accelerations jump there
             instants = np.append(instants, delay - self.begin)
-        return instants
+        return instants, self.motion.basis(self.begin + instants, self.begin)
 
 
 def _within(course: _Course, limits: MotionLimits, on_violation: OnViolation) -> Plan:
@@ -274,21 +301,21 @@ def _within(course: _Course, limits: MotionLimits, on_violation: OnViolation) ->
 
 def _slow_enough(course: _Course, limits: MotionLimits, on_violation: OnViolation, slowed: float) -> Plan:
     """At all instants, by the least factor from `slowed` on that keeps speeds and pushes up to the end."""
-    instants, too_fast = course.instants(), slowed
+    too_fast, moving = slowed, bool(course.velocity.any())
     for _ in range(_TRIES):
-        plan = course.at(instants * slowed, slowed)
+        plan = course.looked_at(slowed)
         excess = _excess(plan, limits)
         if excess <= 1 + _ROUNDING:
             break
         if on_violation == "refuse":
             raise MotionLimitError(_too_fast(plan, on_violation))
-        too_fast, slowed = slowed, slowed * excess
+        too_fast, slowed = slowed, slowed * (max(excess, _LEAST_STEP) if moving else excess)
     else:
         raise MotionLimitError(_too_fast(plan, on_violation))
     # From rest the path stays, so that the factor is exact; in motion it may be some per cent too large.
-    while course.velocity.any() and plan.slowed - too_fast > _NEAR * plan.slowed:
+    while moving and plan.slowed - too_fast > _NEAR * plan.slowed:
         middle = (too_fast + plan.slowed) / 2
-        tried = course.at(instants * middle, middle)
+        tried = course.looked_at(middle)
         if _excess(tried, limits) <= 1 + _ROUNDING:
             plan = tried
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -70,7 +71,8 @@ class Study:
     @property
     def name(self) -> str:
         """Of its folder, and of its grid in the table."""
-        return "-".join(filter(None, (self.preset.replace(":", "-"), self.label.replace(" ", "-"))))
+        parts = filter(None, (self.preset, self.label))
+        return "-".join(re.sub("[:/ ]", "-", part) for part in parts)
 
     def runs(self, output: Path) -> list[TrainConfig]:
         """What it trains."""

@@ -24,7 +24,7 @@ from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
-from tether.experiments.checkpoints import find_damage
+from tether.experiments.checkpoints import Checkpoint, find_damage
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.trackers import check_trackers
 
@@ -208,19 +208,13 @@ def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -
         CheckpointError: not an episodic run, no such checkpoint, a damaged one, or one of another
             environment.
     """
-    run = RunFolder.open(run_path)
-    config = load_config(run_path)
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in run.checkpoints()}
-    if not checkpoints or (step is not None and step not in checkpoints):
-        wanted = "no complete checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{run_path} has {wanted}; it has those of steps {sorted(checkpoints)}.")
+    config, chosen = load_config(run_path), _checkpoint(run_path, step)
     if spec.env_id != config.env_id:
         raise CheckpointError(
             f"{run_path} was trained in {config.env_id}; its motions mean nothing in {spec.env_id}."
         )
-    chosen = checkpoints[max(checkpoints) if step is None else step]
     if damage := find_damage(chosen):
-        others = [other for other in checkpoints if other != chosen.step]
+        others = [one.step for one in RunFolder.open(run_path).checkpoints() if one.step != chosen.step]
         raise CheckpointError(
             f"{chosen.path} is damaged: {damage}. Restore the file, or give another step"
             f"{f' ({others} are there)' if others else ', of which there is none'}."
@@ -228,6 +222,23 @@ def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -
     learner = build_learner(config, spec)
     learner.load_state(_read_state(chosen.path / _STATE_FILE)["agent"])
     return learner
+
+
+def checkpoint_step(run_path: str | Path, step: int | None = None) -> int:
+    """The iteration that `load_learner` loads of a run now; a run in training will have later ones soon.
+
+    Raises:
+        CheckpointError: not a run, or no such checkpoint.
+    """
+    return _checkpoint(run_path, step).step
+
+
+def _checkpoint(run_path: str | Path, step: int | None) -> Checkpoint:
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in RunFolder.open(run_path).checkpoints()}
+    if not checkpoints or (step is not None and step not in checkpoints):
+        wanted = "no complete checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{run_path} has {wanted}; it has those of steps {sorted(checkpoints)}.")
+    return checkpoints[max(checkpoints) if step is None else step]
 
 
 def load_config(run_path: str | Path) -> EpisodicConfig:

@@ -86,8 +86,8 @@ def run_jobs(
         jobs: what to run, in this order; finished runs are skipped.
         at_once: processes at a time.
         environment: variables for the processes, besides the present ones.
-        keep_going: after a failure go on with the others and raise at the end. If the first runs fail
-            and none has been finished, the cause is likely theirs all, and nothing more is started.
+        keep_going: after a failure go on with the others and raise at the end. If two runs fail and none
+            has been finished, the cause is likely theirs all, and nothing more is started.
         seconds: after this long, ask those running to save and stop, and start no more.
         on_finished: called with each job as soon as its run is complete.
         preloaded: modules that every job imports. If given, a server imports them once and the jobs are
@@ -115,7 +115,8 @@ def run_jobs(
                 time.sleep(_SECONDS_BETWEEN_REFRESHES)
                 display.refresh([job.name for job in queue.running])
                 queue.collect()
-                if queue.failures and (not keep_going or not queue.succeeded):
+                hopeless = len(queue.failures) > 1 and not queue.succeeded
+                if queue.failures and (hopeless or not keep_going):
                     break
         finally:
             queue.stop()

@@ -63,7 +63,11 @@ def check_empty(path: Path, meant: str) -> None:
 
 
 def resumed_config(
-    path: Path, asked: RunConfig, may_change: Collection[str], current: Callable[[Settings], dict[str, Any]]
+    path: Path,
+    asked: RunConfig,
+    may_change: Collection[str],
+    length: str | None,
+    current: Callable[[Settings], dict[str, Any]],
 ) -> RunConfig:
     old = read_config(path)
     old = replace(old, settings=current(old.settings))
@@ -87,7 +91,7 @@ def resumed_config(
             f"{path} was started with other versions ({', '.join(moved)}); the resumed run may differ in its "
             "numbers. Install the old versions for an exact continuation."
         )
-    if differences(old, asked):  # only settings allowed to change, such as more steps
+    if length in differences(old, asked):
         (path / FINISHED_FILE).unlink(missing_ok=True)
     return RunConfig(old.kind, old.label, old.seed, asked.settings, old.versions, old.started)
 

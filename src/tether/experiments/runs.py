@@ -96,6 +96,7 @@ class RunFolder:
         settings: Mapping[str, Any],
         resume: bool = False,
         may_change: Collection[str] = (),
+        length: str | None = None,
         current_settings: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
         trackers: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +111,8 @@ class RunFolder:
             settings: the options of the training command, JSON-able.
             resume: continue a run of the same kind, label, seed and settings; where there is none, begin it.
             may_change: settings (dotted names) that may differ on resume, such as the number of steps; the
-                new values replace the old ones in ``config.json``, and the run no longer counts as finished.
+                new values replace the old ones in ``config.json``.
+            length: which of them says how long the run is; one of another length is not finished yet.
             current_settings: from the settings in the folder to how they are called now
                 (`RunKind.current_settings`).
             trackers: what else gets every number: names of `tether.experiments.trackers`.
@@ -136,7 +138,8 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path)
         try:
-            config = resumed_config(path, config, may_change, current_settings) if holds_run else config
+            if holds_run:
+                config = resumed_config(path, config, may_change, length, current_settings)
             atomic_write_json(path / CONFIG_FILE, config.as_dict())
             return cls(path, config, lock, trackers=trackers, clock=clock)
         except BaseException:

@@ -129,19 +129,16 @@ class OldPolicyTrainer(ReportingTrainer):
         self.rollout_rows: list[dict[str, Any]] = []
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         for model in (self._base_model, *reference):
-            add_sparse_head(
-                model, self.temperature, maybe_gather_lm_head_ctx, in_float32=self.args.cast_lm_head_to_fp32
-            )
+            cast = self.args.cast_lm_head_to_fp32
+            add_sparse_head(model, self.temperature, maybe_gather_lm_head_ctx, in_float32=cast)
             if self.pack_sequences:
                 add_packing(model)
         warn_of_settings(self, self._base_model)
         self._start_estimator()
         self._step_back = None if step_back is None else StepBackCallback(self, step_back)
-        if self._step_back is not None:
-            self.add_callback(self._step_back)
         self._step_scale = None if step_scale is None else StepScale(self, step_scale)
-        if self._step_scale is not None:
-            self.add_callback(self._step_scale)
+        for callback in filter(None, (self._step_back, self._step_scale)):
+            self.add_callback(callback)
 
     @property
     def _base_model(self) -> Any:

@@ -123,6 +123,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         settings=config.settings(),
         resume=config.resume,
         may_change=MAY_CHANGE,
+        length="steps",
         # A setting that is newer than the run: it did then what the default does now.
         current_settings=lambda kept: TrainConfig().settings() | LLM_RUNS.current_settings(kept),
         trackers=("tensorboard", *config.report_to),
