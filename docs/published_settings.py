@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tether.episodic.presets import preset
+from tether.episodic.presets import PRESETS, preset
 
 CONFIGURATION = "configuration"
 ENVIRONMENT = "environment"
@@ -272,6 +272,15 @@ BESIDES = (
 """What differs, or cannot be told by a setting: in words, published, here."""
 
 
+TAKEN_OVER = {"hopper-jump-sparse-bbrl": "hopper-jump-sparse-paper"}
+"""Presets of a method whose settings for the task were not published: from the other method's."""
+
+_OTHERS = """\
+Ours: each beside the preset that it is nearest to, with what differs, and in brackets what that one has. The
+off-policy learner's (`-toperl`) have settings of its own:
+`tether episodic train --preset NAME --help` shows them."""
+
+
 def value_of(config: Any, path: str) -> Any:
     """A setting by its dotted name."""
     for name in path.split("."):
@@ -320,6 +329,32 @@ def text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def differences(name: str) -> tuple[str, dict[str, tuple[Any, Any]]]:
+    """The preset that another one is nearest to, and its settings that differ: there and here."""
+    config = preset(name)
+    near = [one for one in (*PUBLISHED, *TAKEN_OVER) if one != name and preset(one).algo == config.algo]
+    found = {}
+    for one in [TAKEN_OVER[name]] if name in TAKEN_OVER else near:
+        values = {path: (value_of(preset(one), path), value_of(config, path)) for path in SETTINGS}
+        found[one] = {path: (there, here) for path, (there, here) in values.items() if there != here}
+    nearest = min(found, key=lambda one: len(found[one]))
+    return nearest, found[nearest]
+
+
+def other_presets() -> str:
+    """A table of what the presets change that nobody published."""
+    lines = ["| preset | as | but |", "|---|---|---|"]
+    for name in PRESETS:
+        if name in PUBLISHED or preset(name).algo not in ("tce", "bbrl"):
+            continue
+        base, changed = differences(name)
+        but = "; ".join(
+            f"{SETTINGS[path]}: {text(here)} ({text(there)})" for path, (there, here) in changed.items()
+        )
+        lines.append(f"| `{name}` | `{base}` | {but or 'nothing'} |")
+    return "\n".join(["## All other presets", "", _OTHERS, "", *lines, ""])
+
+
 def page() -> str:
     """The whole page."""
     parts = [_OPENING + "".join(f"| {' | '.join(row)} |\n" for row in BESIDES)]
@@ -330,7 +365,7 @@ def page() -> str:
             for path, published, ours, source in rows(name)
         ]
         parts.append("\n".join([f"## `{name}`", "", f"From `{file}`.", "", *lines, ""]))
-    return "\n".join(parts)
+    return "\n".join([*parts, other_presets()])
 
 
 if __name__ == "__main__":

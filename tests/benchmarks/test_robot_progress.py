@@ -46,6 +46,53 @@ def run() -> RunData:
     return replace(one, evals=evals, metrics=metrics)
 
 
+@pytest.mark.parametrize(
+    ("successes", "said"),
+    [
+        ((0.0, 1.0, 1.0), "2M"),
+        ((0.0, 1.0, 0.5), "not"),
+        ((1.0, 1.0, 1.0), "the start"),
+        ((0.0, 0.0, 1.0), "3M"),
+    ],
+)
+def test_a_row_for_a_run_says_since_when_it_always_succeeds(
+    run: RunData, successes: tuple[float, ...], said: str
+) -> None:
+    evals = [
+        {
+            "step": step, "env_steps": 1e6 * step, "success_greedy": success, "success_any_greedy": 1.0,
+            "return_greedy": 10.4 * step, "jerk_greedy": 2.6,
+        }
+        for step, success in enumerate((*successes, 0.0), 1)
+    ]  # fmt: skip
+    metrics = [{"step": step, "time_s": 90.0 * step} for step in range(1, 5)]
+    settings = {**run.config.settings, "env_id": "tether/MetaWorld-reach-v3", "evaluate_every": 1}
+    config = replace(run.config, settings=settings, label="tce, twice the region")
+    one = replace(run, config=config, evals=evals, metrics=metrics)
+    (row,) = robot_progress.per_run([[one, one]], "steps", [1, 3])
+    assert row == {
+        "task": "reach, TCE, twice the region",
+        "1M": f"{100 * successes[0]:.0f} %",
+        "3M": f"{100 * successes[2]:.0f} %",
+        "at any step": "100 %",
+        "always 100 % from": said,
+        "return": "31",
+        "jerk": "3",
+        "minutes": "4",
+    }
+    other = replace(one, evals=[{**row, "jerk_greedy": 7.0} for row in evals])
+    (row,) = robot_progress.per_run([[one, other]], "steps", [1, 3])
+    assert row["jerk"] == "3, 7"
+
+
+def test_a_pattern_chooses_grids_that_have_all_the_runs() -> None:
+    found = robot_progress.chosen("metaworld-long-*-v3", ["tce-seed1", "tce-seed2", "bbrl-seed0"])
+    assert len({run.path.parent.name for seeds in found for run in seeds}) == 10
+    assert sorted({len(seeds) for seeds in found}) == [1, 2]
+    with pytest.raises(SystemExit, match="has no tce-seed9 of metaworld-long-reach-v3"):
+        robot_progress.chosen("metaworld-long-reach-v3", ["tce-seed9"])
+
+
 def test_each_number_is_of_the_nearest_evaluation_and_in_its_unit(run: RunData) -> None:
     names = ("success", "exploring", "distance", "turn")
     assert robot_progress.progress([run], "steps", [2, 4.04], names) == [
