@@ -70,7 +70,12 @@ def test_options_that_a_queue_leaves_no_room_for_are_refused(options: dict[str, 
 def test_a_comparison_trains_every_algorithm_once_and_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runs = commands.compare_command(CompareConfig(tmp_path, env=POINT, seeds=(3,), iterations=2, episodes=4))
+    pytest.importorskip("tensorboard")
+    config = CompareConfig(
+        tmp_path, env=POINT, seeds=(3,), iterations=2, episodes=4, report_to=("tensorboard",)
+    )
+    runs = commands.compare_command(config)
+    assert all(list((run / "tensorboard").iterdir()) for run in runs)
     assert runs == [tmp_path / "tce-seed3", tmp_path / "bbrl-seed3"]
     tce, bbrl = (content(run) for run in runs)
     assert [len(tce[0]), len(bbrl[0])] == [2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,19 +140,26 @@ def test_the_ball_on_bat_collider_is_all_that_differs_in_table_tennis(episode: i
     assert (np.abs(np.subtract(found[0], expected)) <= within).all(), (found, expected)
 
 
+@pytest.mark.parametrize("start", ["", "RandomInit"])
 @pytest.mark.parametrize("name", ["dense", "sparse"])
-def test_static_geoms_of_the_world_change_no_digit_of_what_a_body_for_each_gives(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_mujoco_culls_better_changes_no_digit(
+    name: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arrangement that MuJoCo culls better is compared with the original's, on all recorded episodes."""
+    """Geoms of the world and pairs that are never compared, beside a body for each geom and all pairs.
+
+    On all recorded episodes, and on their actions from other starts.
+    """
     xml = (simulation.ASSETS / "box_pushing.xml").read_text(encoding="utf-8")
     assert xml.count("<frame") > 30
     bodies = xml.replace("<frame", "<body").replace("</frame", "</body")
+    bodies, ours_alone = re.subn(r"(?s)<!-- Never in contact.*?-->(\s*<exclude [^>]*>)+", "", bodies)
+    assert ours_alone == 1
+    assert xml.count("<exclude") == bodies.count("<exclude") + 9
     bodies = bodies.replace('meshdir="panda"', f'meshdir="{simulation.ASSETS / "panda"}"')
     (tmp_path / "box_pushing.xml").write_text(bodies, encoding="utf-8")
     with np.load(DATA / f"original_box_pushing_{name}.npz") as stored:
         recorded = list(zip(stored["seeds"], stored["actions"], strict=True))
-    env_id = f"tether/BoxPushing{name.capitalize()}-v0"
+    env_id = f"tether/BoxPushing{start}{name.capitalize()}-v0"
 
     def courses() -> list[np.ndarray]:
         env = gymnasium.make(env_id)

@@ -339,7 +339,10 @@ def train_all(runs: list[TrainConfig], config: CompareConfig) -> None:
     config.output.mkdir(parents=True, exist_ok=True)
     # A share of one core is best spent in one process that simulates and learns in turn.
     workers = share if share > 1 else 0
-    runs = [replace(run, settings=replace(run.settings, num_workers=workers)) for run in runs]
+    runs = [
+        replace(run, settings=replace(run.settings, num_workers=workers), report_to=config.report_to)
+        for run in runs
+    ]
     jobs = [
         _job(run, "" if run.folder().parent == config.output else run.folder().parent.name) for run in runs
     ]

@@ -207,6 +207,9 @@ class CompareConfig:
     film: bool = False
     """Film every run's motion, too."""
 
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get every run's numbers."""
+
     def __post_init__(self) -> None:
         """Refuse an empty comparison, and options that a queue leaves no room for."""
         if not self.algos or not self.seeds:
