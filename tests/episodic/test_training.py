@@ -23,10 +23,11 @@ from point_runs import content
 from tether.episodic import commands
 from tether.episodic.commands import eval_command
 from tether.episodic.config import OnPolicyConfig, TrustRegionConfig, UpdateConfig
-from tether.episodic.critic import CriticConfig
+from tether.episodic.critic import Critic, CriticConfig
 from tether.episodic.envs.point_reach import PointReachEnv
 from tether.episodic.evaluate import Evaluation, evaluate_learner, evaluation_seeds
 from tether.episodic.export import export_run
+from tether.episodic.on_policy import OnPolicyLearner
 from tether.episodic.options import EvalConfig, ExportConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
@@ -336,6 +337,29 @@ def test_the_step_of_a_run_in_training_is_that_of_the_policy_measured(
     monkeypatch.setattr(commands, "evaluate_learner", meanwhile)
     assert eval_command(EvalConfig(run, episodes=2))["step"] == 6
     assert checkpoint_step(run) == 7
+
+
+def test_policy_and_critic_take_the_threads_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They learn side by side, each in a thread of Python's with its own idea of PyTorch's."""
+    seen: dict[str, int] = {}
+
+    def noting(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = torch.get_num_threads()
+            return inner(*args, **kwargs)
+
+        return noted
+
+    for owner, name in ((Critic, "fit"), (OnPolicyLearner, "_improve_policy")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    before = torch.get_num_threads()
+    try:
+        train(tiny(iterations=1, learner_threads=2), tmp_path / "run")
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"fit": 2, "_improve_policy": 2}
 
 
 def test_trackers_get_a_robots_numbers(tmp_path: Path) -> None:
