@@ -150,6 +150,10 @@ class LagBound:
                 f"largest must be at least kl_bound={self.kl_bound}, got {self.largest!r}; math.inf for no "
                 "limit."
             )
+        if self.growth != "constant" and not self.rate:
+            raise InvalidInputError(
+                f"rate must be above 0 for a bound whose growth is {self.growth}; with 0 it is constant."
+            )
         if self.growth == "constant" and (self.rate or self.largest < math.inf):
             name, value = ("rate", self.rate) if self.rate else ("largest", self.largest)
             raise InvalidInputError(

@@ -12,7 +12,7 @@ from courses import CourseRounding
 from tiny_language_model import largest_difference, make_tiny_model
 from trl import GRPOConfig, GRPOTrainer
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, TetherWarning
 from tether.integrations.loss_options import check_loss_options, looks_at_distributions, loss_options
 from tether.integrations.trl_losses import PolicyLossTrainer
 from tether.losses import LOSSES, aggregate
@@ -231,6 +231,12 @@ def test_settings_that_would_do_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_trainer(PolicyLossTrainer, GRPOConfig, **rival("ppo_clip"), **changes)
+
+
+def test_one_sequence_has_no_covariances(make_trainer: Callable[..., Any]) -> None:
+    alone = {"per_device_train_batch_size": 1, "steps_per_generation": 16, "gradient_accumulation_steps": 4}
+    with pytest.warns(TetherWarning, match="kl_cov compares the tokens of a micro-batch"):
+        make_trainer(PolicyLossTrainer, GRPOConfig, **rival("kl_cov"), **alone)
 
 
 def test_a_loss_that_asks_how_old_its_data_is_needs_updates_of_one_batch(

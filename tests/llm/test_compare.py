@@ -22,6 +22,7 @@ from tether.llm.compare import compare, finished_runs
 from tether.llm.compare_config import CompareConfig
 from tether.llm.config import TrainConfig
 from tether.llm.grid import cells
+from tether.llm.methods import find_method
 
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
 QUICK = STUDIES / "quick" / "b.yaml"
@@ -155,6 +156,8 @@ def test_without_a_table_finished_runs_are_those_of_the_very_settings_asked_for(
     # What a run may go on with at any time.
     memory = replace(config.train, micro_batch_size=8, share_prefixes=True, keep_checkpoints=1)
     assert finished_runs(replace(config, train=memory)).unfinished == 0
+    assert "micro_batch_size" in config.train.may_change()
+    assert "micro_batch_size" not in replace(config.train, method=find_method("kl_cov")()).may_change()
     for changes, said in (
         ({"task": "arithmetic"}, "task: 'chained' there, 'arithmetic' here"),
         ({"steps": 320}, "steps: 160 there, 320 here"),

@@ -47,6 +47,21 @@ def test_values_and_gradient_are_those_of_dense_log_softmax(
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("block", [VOCABULARY, 1 << 24], ids=["in blocks", "at once"])
+def test_a_row_may_predict_several_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of a prompt that several responses share."""
+    monkeypatch.setattr(logits_module, "_BLOCK_ELEMENTS", block)
+    logits, _, ids = _case()
+    rows = torch.zeros(len(ids), dtype=torch.long)
+    rows[-1] = 2
+    gradients = []
+    for function in (lambda x: logits_log_probs(x, ids, rows=rows), lambda x: _dense(x, rows, ids)):
+        leaf = logits.clone().requires_grad_()
+        torch.where(ids < 0, 0.0, function(leaf)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
 def test_half_precision_logits_give_float32_log_probs() -> None:
     logits, rows, ids = _case(torch.bfloat16)
     found = logits_log_probs(logits.requires_grad_(), ids, rows=rows)

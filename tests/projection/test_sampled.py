@@ -257,6 +257,7 @@ def test_bounds_by_lag_worked_out_by_hand(bound: LagBound, expected: list[float]
     [
         {"kl_bound": 0.0}, {"growth": "cubic"}, {"rate": -0.1}, {"rate": math.nan}, {"rate": "0.5"},
         {"rate": True}, {"largest": 0.01}, {"largest": "0.5"}, {"rate": 0.5}, {"largest": 0.5},
+        {"rate": 0.0, "growth": "linear"}, {"rate": 0.0, "growth": "power"},
     ],
 )  # fmt: skip
 def test_a_bound_by_lag_out_of_range_is_refused(wrong: dict[str, Any]) -> None:

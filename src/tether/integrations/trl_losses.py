@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, warn
 from tether.integrations.loss_options import check_loss_options, given_to
 from tether.integrations.trl_evaluation import Evaluation
 from tether.integrations.trl_old_policy import loss_mask, old_support, weighted_advantages
@@ -22,6 +22,7 @@ from tether.losses.linear import REACH, Reach
 
 # Far apart, so that neighbouring seeds of a run never share a step's random numbers.
 _SEED_STRIDE = 1_000_003
+_OF_COVARIANCES = ("clip_cov", "kl_cov")
 
 
 class PolicyLossTrainer(ObjectiveTrainer):
@@ -86,6 +87,12 @@ class PolicyLossTrainer(ObjectiveTrainer):
         if args is not None:
             _check_settings(args)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        if policy_loss in _OF_COVARIANCES and self.args.per_device_train_batch_size == 1:
+            warn(
+                f"per_device_train_batch_size=1: {policy_loss} compares the tokens of a micro-batch, and "
+                "those of one sequence have one advantage, so that all covariances are 0 and it does nothing "
+                "that it is for (unless a critic gives each token its own). Use larger micro-batches."
+            )
         if self.anchor == "trainer" and "lag" in given_to(policy_loss, self.loss_options):
             self._check_whole_updates()  # or nobody could say how old a batch is
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from tether.errors import warn
+from tether.integrations.dropout import warn_of_dropout
 from tether.integrations.trl_config import TROLLConfig, warn_of_generation_settings, warn_of_reshaped_sampling
+
+_NO_LAYERS = "Set disable_dropout=True, or lora_dropout=0."
+_NO_RATES = (
+    "disable_dropout=True does not reach them: load the model with the rate at 0, such as "
+    'model_init_kwargs={{"{setting}": 0.0}}.'
+)
 
 
 def warn_of_settings(trainer: Any, base_model: Any) -> None:
     """Warn of everything that makes the old policy another one than the trust region believes, or none."""
     if trainer.anchor == "trainer":
         _warn_without_old_policy(trainer)
-    _warn_of_dropout(trainer.model)
+    warn_of_dropout(trainer.model, _NO_LAYERS, _NO_RATES)
     _warn_of_noisy_embeddings(trainer.args)
     if not isinstance(trainer.args, TROLLConfig):  # which has said so itself
         warn_of_reshaped_sampling(trainer.args, trainer.anchor)
@@ -35,39 +40,6 @@ def _warn_without_old_policy(trainer: Any) -> None:
             "region, TROLL or clip, can act. Set steps_per_generation to a multiple of "
             f"gradient_accumulation_steps, such as {8 * accumulation}, or num_iterations to more than 1."
         )
-
-
-def _warn_of_dropout(model: nn.Module) -> None:
-    problem = (
-        "Each pass then draws another policy, so that old and new differ by noise, which the trust region "
-        "would project away."
-    )
-    layers = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
-    ]
-    if layers:
-        warn(
-            f"{len(layers)} dropout layers are active ({layers[0]}, ...). {problem} "
-            "Set disable_dropout=True, or lora_dropout=0."
-        )
-    if functional := _functional_dropout(model):
-        name, rate = next(iter(functional.items()))
-        setting = name.rpartition(".")[2]
-        warn(
-            f"{len(functional)} modules drop activations at a rate of their own ({name}={rate}, ...). "
-            f"{problem} disable_dropout=True does not reach them: load the model with the rate at 0, such as "
-            f'model_init_kwargs={{"{setting}": 0.0}}.'
-        )
-
-
-def _functional_dropout(model: nn.Module) -> dict[str, float]:
-    """Rates above 0 that modules hand to a function when they are run, as most families' attention does."""
-    return {
-        f"{name}.{attribute}": value
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if "drop" in attribute and isinstance(value, float) and value > 0
-    }
 
 
 def _warn_of_noisy_embeddings(args: Any) -> None:

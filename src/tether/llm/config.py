@@ -25,6 +25,9 @@ _NOT_OF_THE_RUN = (
     "vllm_port", "start_evaluations",
 )  # fmt: skip
 
+#: Losses that look at a micro-batch as a whole, whose size is then more than what memory takes.
+_OF_MICRO_BATCHES = frozenset({"clip_cov", "kl_cov", "m2po"})
+
 #: Settings of a run that may be different when it is continued: how much, and what memory takes.
 MAY_CHANGE = (
     "steps", "keep_checkpoints", "device", "micro_batch_size", "gradient_checkpointing", "pack_sequences",
@@ -300,6 +303,12 @@ class TrainConfig:
     def label(self) -> str:
         """The method's name in tables and legends."""
         return self.name or self.method.label
+
+    def may_change(self) -> tuple[str, ...]:
+        """Settings that may be different when the run is continued."""
+        if self.method.name in _OF_MICRO_BATCHES:
+            return tuple(name for name in MAY_CHANGE if name != "micro_batch_size")
+        return MAY_CHANGE
 
     def settings(self) -> dict[str, Any]:
         """What defines the run, for its folder; where it is and how it is continued do not."""

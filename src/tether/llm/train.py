@@ -17,7 +17,7 @@ from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.experiments.trackers import check_trackers
 from tether.llm.async_training import make_async_trainer, server_at_hand
-from tether.llm.config import MAY_CHANGE, TrainConfig
+from tether.llm.config import TrainConfig
 from tether.llm.preflight import check_before_loading, check_rewards
 from tether.llm.process import is_main_process, local_rank, prepare_process, sharding
 from tether.llm.rollouts import able_to_generate, check_vllm, writes_compactly
@@ -122,7 +122,7 @@ def _run_folder(config: TrainConfig) -> Iterator[RunFolder | None]:
         seed=config.seed,
         settings=config.settings(),
         resume=config.resume,
-        may_change=MAY_CHANGE,
+        may_change=config.may_change(),
         length="steps",
         # A setting that is newer than the run: it did then what the default does now.
         current_settings=lambda kept: TrainConfig().settings() | LLM_RUNS.current_settings(kept),

@@ -39,6 +39,9 @@ def clip_cov(
     PPO's, with half-widths given by `clip_ratio_low` and `clip_ratio_high`, and draws only among the
     tokens that it leaves alone. On an accelerator, counting and drawing wait for the device.
 
+    Means and shares are over the tokens of one call: a micro-batch, where a trainer splits its batches. In
+    one of a single sequence with one advantage for all its tokens every covariance is 0.
+
     Args:
         log_probs, old_log_probs: of the sampled tokens, [B, T].
         advantages: [B] or [B, T].

@@ -32,6 +32,9 @@ def kl_cov(
     The paper writes the price as the token's KL(old ‖ new); |log r| is how the authors' code estimates
     it from the sampled token, and what this function computes.
 
+    Means and shares are over the tokens of one call: a micro-batch, where a trainer splits its batches. In
+    one of a single sequence with one advantage for all its tokens every covariance is 0.
+
     Args:
         log_probs, old_log_probs: of the sampled tokens, [B, T].
         advantages: [B] or [B, T].

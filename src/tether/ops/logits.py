@@ -37,7 +37,7 @@ def logits_log_probs(
     Args:
         logits: [M, V]; with `shard`, this process's columns [M, V / p].
         ids: vocabulary ids of the whole vocabulary, [N, K] integer; -1 marks an empty slot.
-        rows: which rows of the logits, [N], none of them twice; all of them if not given.
+        rows: which rows of the logits, [N], one perhaps several times; all of them if not given.
         shard: where the columns belong if the vocabulary is split. Every process of the group must
             call this with the same rows and ids, and use the result in the same way.
 
@@ -158,7 +158,7 @@ class _LogitsLogProbs(torch.autograd.Function):
             if rows is None:
                 grad[at] = block.to(grad.dtype)
             else:
-                grad[rows[at]] = block.to(grad.dtype)
+                grad.index_add_(0, rows[at], block.to(grad.dtype))  # one row may predict several tokens
         return grad, None, None, None
 
 

@@ -23,6 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from tether.errors import ConfigError
+from tether.integrations.dropout import warn_of_dropout
 from tether.integrations.exact_head import HeadSnapshot
 from tether.integrations.one_pass_head import say_once
 from tether.integrations.verl.head import HiddenStatesHead
@@ -50,6 +51,9 @@ from tether.integrations.verl.views import HiddenView, LogitsView, View
 
 _log = logging.getLogger(__name__)
 
+_NO_LAYERS = "Use a model or an adapter without them (lora_dropout 0 where it was made)."
+_NO_RATES = "Set +actor_rollout_ref.model.override_config.{setting}=0.0."
+
 
 class TROLLEngineMixin:
     """Put before one of verl's language-model engines: records the old policy and projects on it.
@@ -59,6 +63,7 @@ class TROLLEngineMixin:
     """
 
     engine_config: Any
+    module: Any
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         # verl found this class by the name; what it builds is an ordinary language model.
@@ -80,6 +85,7 @@ class TROLLEngineMixin:
         """Build the model, and what TROLL needs of it."""
         super().initialize()  # type: ignore[misc]
         if self._settings is not None:
+            warn_of_dropout(self.module, _NO_LAYERS, _NO_RATES)
             self._store = self._make_store(self._settings.troll_old_store == "local")
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
