@@ -29,7 +29,14 @@ EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}"
 FINALS = {"TROLL": (0.60, 0.70, 0.65), "clip": (0.50, 0.42, 0.46)}
 TOKENS = [
     {"text": "4", "kl": 0.0, "projected": False, "log_prob": math.log(0.5), "old_log_prob": math.log(0.25)},
-    {"text": "2\n", "kl": 0.06, "projected": True, "log_prob": math.log(0.9), "old_log_prob": math.log(0.8)},
+    {
+        "text": "2\n",
+        "kl": 0.06,
+        "projected": True,
+        "new_log_prob": math.log(0.2),
+        "log_prob": math.log(0.9),
+        "old_log_prob": math.log(0.8),
+    },
     {"text": "", "kl": math.inf, "projected": True, "log_prob": -math.inf, "old_log_prob": 0.0},
     {"text": EVIL, "kl": math.nan, "projected": False},
 ]
@@ -400,9 +407,9 @@ def test_tokens_carry_tint_mark_and_numbers(page: Page) -> None:
     assert first["class"] == "tok k0"
     assert first["data-tip"] == "KL 0 nats\nprobability 25 % → 50 %"
     assert second["class"] == "tok k4 p"  # between 1 and 4 times the bound
-    assert second["data-tip"] == "KL 0.06 nats\nprobability 80 % → 90 %\nprojected back to the bound"
+    assert second["data-tip"] == "KL 0.06 nats\nprobability 80 % → 20 %\nprojected back to the bound: 90 %"
     assert third["class"] == "tok k5 p"
-    assert third["data-tip"] == "KL inf nats\nprobability 100 % → 0 %\nprojected back to the bound"
+    assert third["data-tip"] == "KL inf nats\nprojected back to the bound: 0 %"  # of an older run
     assert fourth["class"] == "tok k0"
     assert fourth["data-tip"] == "KL nan nats"
 

@@ -91,6 +91,24 @@ def test_a_reference_model_and_a_critic_are_counted(tmp_path: Path) -> None:
     parameters = estimate_memory(config(tmp_path), model_config).parameters  # head tied to embedding
     assert fixed(reference_penalty=0.1) - fixed() == 4 * parameters
     assert fixed(estimator="ppo") - fixed() == 4 * 4 * parameters
+    assert fixed(lag=8) - fixed() == 3 * 4 * parameters  # four updates a batch
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"estimator": "ppo"}, {"lag": 8, "sampler_weight": 2.0}],
+    ids=["critic", "lag"],
+)
+def test_a_checkpoint_with_more_than_the_model_is_as_large_as_its_files(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    one = config(tmp_path / "run", **changes)
+    written = max(
+        sum(file.stat().st_size for file in folder.rglob("*"))
+        for folder in train(one).path.glob("checkpoints/step-*")
+    )
+    estimate = estimate_memory(one, read_config_and_tokenizer("embedded")[0])
+    assert estimate.checkpoint == pytest.approx(written, rel=0.1)
 
 
 def test_what_is_spread_over_processes_needs_a_share_in_each(

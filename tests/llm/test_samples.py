@@ -32,7 +32,11 @@ def test_a_response_that_does_not_count_is_not_shown_as_an_empty_wrong_one(tmp_p
     mask = torch.tensor([[0, 0], [1, 1]])
     values = torch.zeros(2, 2)
     tokens: Any = SimpleNamespace(
-        kl=values, projected=values > 0, projected_log_probs=values, old_log_probs=values
+        kl=values,
+        projected=values > 0,
+        new_log_probs=values,
+        projected_log_probs=values,
+        old_log_probs=values,
     )
     state = SimpleNamespace(global_step=7)
     problems = [{"prompt": "37+58=", "answer": "95"}, {"prompt": "29+29=", "answer": "58"}]
@@ -74,6 +78,7 @@ def test_the_bars_of_a_token_are_its_distributions(tmp_path: Path, monkeypatch: 
             assert probabilities.sum().item() == pytest.approx(1.0, abs=TOLERANCE)
         place = [entry["sampled"] for entry in one["entries"]].index(True)
         assert projected[place].log().item() == pytest.approx(token["log_prob"], abs=TOLERANCE)
+        assert new[place].log().item() == pytest.approx(token["new_log_prob"], abs=TOLERANCE)
         moved_by = torch.special.xlogy(new, new / old).nansum().item()
         assert moved_by == pytest.approx(token["kl"], abs=TOLERANCE)
         if token["projected"]:

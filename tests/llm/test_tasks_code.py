@@ -219,6 +219,18 @@ APPS_CALLS = {
     "question": "Double a number.",
     "input_output": json.dumps({"fn_name": "double", "inputs": [[3], [0]], "outputs": [6, 0]}),
 }
+APPS_CALLS_LISTED = {
+    "question": "Divide, with the rest.",
+    "starter_code": "def divide(a, b):\n\t",
+    "input_output": json.dumps(
+        {"fn_name": "divide", "inputs": [[7, 2], [4, 2]], "outputs": [[[3, 1]], [[2, 0]]]}
+    ),
+}
+APPS_CLASS = {
+    "question": "Double a number.",
+    "starter_code": "class Solution:\n    def double(self, n: int) -> int:\n        ",
+    "input_output": json.dumps({"fn_name": "double", "inputs": [[3], [0]], "outputs": [6, 0]}),
+}
 EURUS = {
     "prompt": [{"role": "system", "content": "Code."}, {"role": "user", "content": "Double."}],
     "reward_model": {"ground_truth": json.dumps({"inputs": ["3"], "outputs": ["6"]})},
@@ -238,6 +250,13 @@ OWN = {
         (HUMAN_EVAL, "    return sum(xs)", "    return 0"),
         (APPS, "print(2 * int(input()))", "print(6)"),
         (APPS_CALLS, "def double(n): return n + n", "def double(n): return 6"),
+        (APPS_CALLS_LISTED, "divide = divmod", "def divide(a, b): return a // b, 0"),
+        (APPS_CALLS_LISTED, "def divide(a, b): return [a // b, a % b]", "def divide(a, b): return a // b"),
+        (
+            APPS_CLASS,
+            "class Solution:\n    def double(self, n): return 2 * n",
+            "class Solution:\n    def double(self, n): return n",
+        ),
         (EURUS, "print(2 * int(input()))", "print(input())"),
         (OWN, "half = lambda n: n / 2", "half = lambda n: n // 2"),
     ],
@@ -248,6 +267,49 @@ def test_rows_of_every_published_form_are_judged(
     problem = problem_of_row("row 1", row, "Answer in Python.")
     assert task.verify(block(good), problem.answer).correct
     assert not task.verify(block(bad), problem.answer).correct
+
+
+def test_a_prompt_says_which_function_is_called() -> None:
+    def asked(row: dict[str, Any]) -> str:
+        return text(problem_of_row("row 1", row, "Answer in Python."))
+
+    assert asked(APPS_CALLS_LISTED) == (
+        "Divide, with the rest.\n\nBegin with this code.\n\n```python\ndef divide(a, b):\n```\n\n"
+        "Answer in Python."
+    )
+    assert asked(APPS_CALLS) == "Double a number.\n\nThe function is called double.\n\nAnswer in Python."
+    named = {**APPS_CALLS, "question": "Write double(n)."}
+    assert asked(named) == "Write double(n).\n\nAnswer in Python."
+    eurus = {**EURUS, "reward_model": {"ground_truth": APPS_CALLS["input_output"]}}
+    assert problem_of_row("row 1", eurus, "").prompt[-1]["content"] == (
+        "Double.\n\nThe function is called double."
+    )
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ("[[1, 2]]", "(1, 2)", True),
+        ("[[1, 2]]", "[1, 2]", True),
+        ("[1, 2]", "(1, 2)", True),
+        ("[[[1, 2], [3, 4]]]", "[(1, 2), (3, 4)]", True),
+        ("[5]", "5", True),
+        ("[5]", "[5]", True),
+        ("5", "[5]", False),
+        ("[[1, 2]]", "1", False),
+        ("[1, 2]", "1", False),
+        ('["ab"]', "['a', 'b']", False),
+        ("[]", "()", True),
+        ("[[]]", "[]", True),
+        ("[null]", "None", True),
+    ],
+)
+def test_a_published_call_gives_its_value_or_the_only_element(
+    task: CodeTask, expected: str, found: str, same: bool
+) -> None:
+    data = {"fn_name": "f", "inputs": [[]], "outputs": [json.loads(expected)]}
+    problem = problem_of_row("row 1", {"question": "Do f.", "input_output": data}, "")
+    assert task.verify(block(f"def f(): return {found}"), problem.answer).correct is same
     if "solution" in problem.metadata:
         assert task.verify(problem.metadata["solution"], problem.answer).correct
 

@@ -222,3 +222,14 @@ def test_arrays_of_different_shapes_are_not_close() -> None:
     assert np.allclose([], [12345])
     assert evaluate(check, {"r0": []}) is False
     assert evaluate(check, {"r0": [12345]}) is True
+
+
+@pytest.mark.parametrize(
+    "check", ["all(r0.count(x) == 1 for x in r0)", "all(x in r0 for x in r0)", "r0.index(r0[-1]) >= 0"]
+)
+def test_looking_through_a_list_is_counted_by_its_elements(check: str) -> None:
+    """Outside the sandbox nobody else watches the time: a list of 155,000 numbers would take minutes."""
+    node = ast.parse(check, mode="eval").body
+    assert evaluate(node, {"r0": list(range(100))})
+    with pytest.raises(FAILURES):
+        evaluate(node, {"r0": list(range(400_000))})

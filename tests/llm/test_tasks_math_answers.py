@@ -37,6 +37,38 @@ def table(text: str) -> list[tuple[str, str]]:
 
 
 PAID = {
+    "letters at the end": r"""
+m + 4h|4h + m
+m + n|n + m
+3 + 2m|2m + 3
+\frac{1}{2} m|\frac{m}{2}
+2\pi hr|2\pi rh
+4s|4s
+5 m|5
+5m|5
+5 cm|5\text{ cm}
+\frac{3}{4} m|\frac{3}{4}
+5 g|5 g
+5|5 m
+""",
+    "a number as text": r"""
+\text{18}|18
+\textbf{18}|18
+\mathrm{18}|18
+\text{1,800}|1800
+\text{18 dollars}|18
+\text{\$18}|18
+\text{18}|18\text{ cm}
+""",
+    "numbers in names": r"""
+x_1 + x_2 = 5|5
+x + y = 5|5
+\text{Area of circle } A_1 = 5|5
+x = 2 \cdot 2 = 4|4
+2\text{ dozen} = 24|24
+12\text{ cm}^2|12
+1\text{ and }2|1, 2
+""",
     "equations": r"""
 x=4|4
 x = 4|4
@@ -103,6 +135,28 @@ x=1 \text{ or } x=2|x=1 \text{ or } x=2
 }
 
 UNPAID = {
+    "letters at the end": r"""
+4|4s
+\frac{1}{2}|\frac{1}{2} b h
+6|6t
+5|5h
+x^2|x^2 m
+4|4h + m
+5 km|5 m
+""",
+    "a number as text": r"""
+\text{4 or 5}|5
+\text{not 18}|18
+\text{17}|18
+""",
+    "more than was asked": r"""
+5 \text{ hours and } 6 \text{ minutes}|5
+5\text{ apples and }6\text{ pears}|5
+6x = 5|5
+x+6=5|5
+x^2=5|5
+2(x + 1) = 5|5
+""",
     "relations": r"""
 \neq 4|4
 \ne 4|4

@@ -211,6 +211,7 @@ class SamplesCallback(TrainerCallback):
             ids,
             tokens.kl[row, :length].tolist(),
             tokens.projected[row, :length].tolist(),
+            tokens.new_log_probs[row, :length].tolist(),
             tokens.projected_log_probs[row, :length].tolist(),
             tokens.old_log_probs[row, :length].tolist(),
             strict=True,
@@ -225,10 +226,11 @@ class SamplesCallback(TrainerCallback):
                     "text": self._tokenizer.decode([token]),
                     "kl": kl,
                     "projected": projected,
+                    "new_log_prob": new_log_prob,
                     "log_prob": log_prob,
                     "old_log_prob": old_log_prob,
                 }
-                for token, kl, projected, log_prob, old_log_prob in columns
+                for token, kl, projected, new_log_prob, log_prob, old_log_prob in columns
             ],
             "moved": moved_tokens(trainer, inputs, tokens, row, self._tokenizer),
         }

@@ -129,6 +129,7 @@ def _memory(config: TrainConfig, estimate: MemoryEstimate) -> Iterator[Finding]:
         f"{_gb(estimate.optimizer)}"
         + (f", reference model {_gb(estimate.reference)}" if estimate.reference else "")
         + (f", critic {_gb(estimate.critic)}" if estimate.critic else "")
+        + (f", weights of earlier updates {_gb(estimate.lagged)}" if estimate.lagged else "")
         + (f", vLLM {_gb(served)}" if served else "")
     )
     fixed = estimate.fixed + served
@@ -236,16 +237,19 @@ class MemoryEstimate:
     optimizer: int
     """AdamW's two moments, SGD's momentum."""
     checkpoint: int
-    """On the disk: what is trained, and its moments."""
+    """On the disk: what is trained, and its moments, a critic's too; the weights of earlier updates."""
     reference: int
     """A second model, where the reference penalty needs one."""
     critic: int
     """PPO's: a backbone in float32, with its gradients and moments."""
+    lagged: int
+    """Trained weights of earlier updates, where these sample."""
 
     @property
     def fixed(self) -> int:
         """What there is no way around with these settings."""
-        return self.weights + self.gradients + self.optimizer + self.reference + self.critic
+        others = self.reference + self.critic + self.lagged
+        return self.weights + self.gradients + self.optimizer + others
 
 
 def estimate_memory(config: TrainConfig, model_config: PretrainedConfig) -> MemoryEstimate:
@@ -267,17 +271,20 @@ def estimate_memory(config: TrainConfig, model_config: PretrainedConfig) -> Memo
     moments = _MOMENTS[config.optimizer]
     share = 1 if sharding() == "none" else process_count()
     weights = int(parameters * size) if config.quantization == "none" else _nf4_weights(model)
+    backbone = sum(weight.numel() for weight in model.base_model.parameters())
+    critic = 4 * backbone if config.estimator.spec.critic else 0
+    versions = config.lag // config.updates_per_rollout + 1 if config.lag else 0
+    lagged = versions * trained * trained_size
     return MemoryEstimate(
         parameters=parameters,
         trained=trained,
         weights=weights // share if sharding() == "everything" else weights,
         gradients=trained * trained_size // share,
         optimizer=moments * trained * trained_size // share,
-        checkpoint=trained * (trained_size + moments * trained_size),
+        checkpoint=trained * (trained_size + moments * trained_size) + 3 * critic + lagged,
         reference=int(parameters * size) if config.reference_penalty and config.lora_rank is None else 0,
-        critic=4 * 4 * sum(weight.numel() for weight in model.base_model.parameters())
-        if config.estimator.spec.critic
-        else 0,
+        critic=4 * critic,
+        lagged=lagged,
     )
 
 

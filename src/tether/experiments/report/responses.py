@@ -99,11 +99,14 @@ def _token(token: Mapping[str, Any], scale: float) -> dict[str, Any]:
     kl, text = _kl(token), str(token.get("text", ""))
     projected = bool(token.get("projected", False))
     lines = [f"KL {kl:.3g} nats"]
-    new, old = (_probability(token.get(name)) for name in ("log_prob", "old_log_prob"))
+    # What the loss sees is the projection; samples of before it had a name of its own have nothing else.
+    names = ("old_log_prob", "new_log_prob", "log_prob")
+    old, new, in_loss = (_probability(token.get(name)) for name in names)
+    new = new if projected else new or in_loss
     if new and old:
         lines.append(f"probability {old} → {new}")
     if projected:
-        lines.append("projected back to the bound")
+        lines.append(f"projected back to the bound{f': {in_loss}' if in_loss else ''}")
     return {
         "text": visible(text),
         "level": tint(kl, [level * scale for level in LEVELS]),

@@ -99,6 +99,12 @@ class _Evaluation:
             raise ValueError(f"{ast.unparse(node)[:60]!r} is not understood")
         return _NODES[type(node)](self, node)
 
+    def _look_through(self, whole: Any) -> None:
+        """Count a step for each element that Python compares, or a check of a list could be quadratic."""
+        self._left -= len(whole) if isinstance(whole, (list, tuple)) else 0
+        if self._left < 0:
+            raise OverflowError(f"more than {STEPS} steps")
+
     def name(self, node: ast.Name | ast.Attribute) -> Any:
         name = dotted(node) or ""
         for known in (self._names, CONSTANTS, FUNCTIONS):
@@ -135,6 +141,8 @@ class _Evaluation:
         result: Any = True
         for kind, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.of(right_node)
+            if isinstance(kind, (ast.In, ast.NotIn)):
+                self._look_through(right)
             result = _COMPARISONS[type(kind)](left, right)
             if not result:
                 break
@@ -157,7 +165,10 @@ class _Evaluation:
         if name in FUNCTIONS:
             return FUNCTIONS[name](*arguments, **named)
         if isinstance(node.func, ast.Attribute):
-            return call_method(self.of(node.func.value), node.func.attr, arguments, named)
+            value = self.of(node.func.value)
+            if node.func.attr in ("count", "index"):
+                self._look_through(value)
+            return call_method(value, node.func.attr, arguments, named)
         raise ValueError(f"{ast.unparse(node.func)[:60]!r} is not known")
 
     def function(self, node: ast.Lambda) -> Callable[..., Any]:

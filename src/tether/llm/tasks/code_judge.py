@@ -135,12 +135,14 @@ def extract_code(response: str, entry: str | None = None) -> tuple[bool, str]:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether source text has a definition of the function `name`.
+    """Whether source text defines `name`: a function, a class, or something that is given the name.
 
-    >>> defines("def add_all(xs): ...", "add")
-    False
+    >>> [defines(code, "add") for code in ("def add_all(xs): ...", "# def add is above", "add = sum")]
+    [False, False, True]
     """
-    return re.search(rf"\bdef[ \t]+{re.escape(name)}\b", code) is not None
+    name = re.escape(name)
+    definition = rf"^[ \t]*(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*(?::[^=\n]*)?=(?!=))"
+    return re.search(definition, code, re.MULTILINE) is not None
 
 
 @dataclass

@@ -6,6 +6,7 @@ import ast
 import json
 import keyword
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,8 +105,10 @@ def _human_eval(where: str, row: dict[str, Any], instruction: str) -> Problem:
 
 
 def _apps(where: str, row: dict[str, Any], instruction: str) -> Problem:
-    """``input_output``: JSON with inputs, outputs and optionally fn_name; the task in ``question``."""
-    return _inputs_outputs(where, row.get("question") or row["prompt"], row["input_output"], instruction)
+    """``input_output``: JSON with inputs, outputs and optionally fn_name; the task in ``question``; where
+    functions are called, ``starter_code`` may begin the one that is."""
+    prompt = row.get("question") or row["prompt"]
+    return _inputs_outputs(where, prompt, row["input_output"], instruction, row.get("starter_code") or "")
 
 
 def _eurus(where: str, row: dict[str, Any], instruction: str) -> Problem:
@@ -113,7 +116,7 @@ def _eurus(where: str, row: dict[str, Any], instruction: str) -> Problem:
     return _inputs_outputs(where, row["prompt"], row["reward_model"]["ground_truth"], instruction)
 
 
-def _inputs_outputs(where: str, prompt: Prompt, given: Any, instruction: str) -> Problem:
+def _inputs_outputs(where: str, prompt: Prompt, given: Any, instruction: str, starter: str = "") -> Problem:
     data = json.loads(given) if isinstance(given, str) else given
     inputs, outputs, entry = data["inputs"], data["outputs"], data.get("fn_name")
     if not inputs or len(inputs) != len(outputs):
@@ -122,12 +125,48 @@ def _inputs_outputs(where: str, prompt: Prompt, given: Any, instruction: str) ->
         tests = UnitTests(
             [StreamTest(_text(read), _text(wanted)) for read, wanted in zip(inputs, outputs, strict=True)]
         )
+        return _problem(where, prompt, instruction, tests, None)
+    of_class = _SOLUTION.search(starter) is not None
+    called = f"Solution().{_name(entry)}" if of_class else _name(entry)
+    calls = [f"{called}({', '.join(map(repr, arguments))})" for arguments in inputs]
+    tests = UnitTests(
+        [_published_call(call, value) for call, value in zip(calls, outputs, strict=True)],
+        "",
+        "Solution" if of_class else entry,
+    )
+    return _problem(where, _with_starter(prompt, entry, starter), instruction, tests, None)
+
+
+# How LeetCode's rows begin, whose function is a method of it.
+_SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
+
+
+def _published_call(call: str, value: Any) -> CallTest:
+    """A call that gives a value, or its only element: rows of one published kind put each into a list.
+
+    As in the data sets' own checker (testing_util.py of hendrycks/apps), which takes the first element of a
+    longer list, too; a tuple counts as the list that JSON made of it.
+    """
+    values = [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
+    kinds = "(list(r0) if isinstance(r0, tuple) else r0)"
+    listed = "[list(x) if isinstance(x, tuple) else x for x in r0] if isinstance(r0, (list, tuple)) else r0"
+    checks = [f"{of} == v{index}" for index in range(len(values)) for of in (kinds, f"({listed})")]
+    return CallTest([call], " or ".join(checks), values)
+
+
+def _with_starter(prompt: Prompt, entry: str, starter: str) -> Prompt:
+    """A prompt that says which function is called: by what its code begins with, or by its name."""
+    text = prompt if isinstance(prompt, str) else "".join(str(one.get("content")) for one in prompt)
+    if starter.strip():
+        added = f"Begin with this code.\n\n```python\n{starter.rstrip()}\n```"
+    elif re.search(rf"\b{re.escape(entry)}\b", text) is None:
+        added = f"The function is called {entry}."
     else:
-        calls = [f"{entry}({', '.join(map(repr, arguments))})" for arguments in inputs]
-        tests = UnitTests(
-            [CallTest.of(call, value) for call, value in zip(calls, outputs, strict=True)], "", _name(entry)
-        )
-    return _problem(where, prompt, instruction, tests, None)
+        return prompt
+    if isinstance(prompt, str):
+        return f"{prompt.rstrip()}\n\n{added}"
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": f"{last['content'].rstrip()}\n\n{added}"}]
 
 
 _FORMS: dict[str, Callable[[str, dict[str, Any], str], Problem]] = {

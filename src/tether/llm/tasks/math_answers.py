@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from tether.errors import MissingDependencyError
 from tether.llm.tasks.judge import Judge
-from tether.llm.tasks.math_numbers import agree, units_differ, with_scales
+from tether.llm.tasks.math_numbers import (
+    agree,
+    ends_in_variable,
+    read_number,
+    unit_of,
+    units_differ,
+    with_scales,
+)
 from tether.llm.tasks.protocol import after_thinking
 
 _log = logging.getLogger(__name__)
@@ -30,6 +37,7 @@ _RELATION = re.compile(
 _REMARK = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|rm)\s*\{[^{}]*?(?:(?<![\^\d])\d|\bnot\b)", re.ASCII)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_LETTER, _DIGIT = re.compile("[A-Za-z]"), re.compile("[0-9]")
 # What math-verify passes over: the base of a numeral (52_8) and the power of a unit (\\text{ cm}^2).
 _MARKS = (
     re.compile(r"\d_\{?(\d+)\}?", re.ASCII),
@@ -37,8 +45,15 @@ _MARKS = (
 )
 
 
-_Form = tuple[str, bool]  # a text, and whether it is a formula as a whole
-_Question = tuple[list[_Form], str]  # the forms of a response, and the reference
+# Text in a formula, with the power of a unit.
+_TEXT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|mathbf|rm)\s*\{([^{}]*)\}(?:\s*\^\{?\d\}?)?", re.ASCII)
+# What names a quantity, or counts nothing: text, commands, indices and what a function is of.
+_NAMING = re.compile(
+    r"\\(?:text[a-z]*|mbox|mathrm|rm|mathit)\s*\{[^{}]*\}|\\[A-Za-z]+|_(?:\{[^{}]*\}|\w)|[A-Za-z]\([^()]*\)"
+)
+
+_Form = tuple[str, bool, bool]  # a text, whether it is a formula as a whole, whether it ends in variables
+_Question = tuple[list[_Form], str, bool]  # the forms of a response, the reference and whether that does
 
 
 class Checked(NamedTuple):
@@ -82,8 +97,19 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _unwrapped(content: str) -> str:
-    """A box's content; where that is one more box and nothing else, what is in there."""
+    r"""A box's content; where that is one more box and nothing else, or a number as text, what is in there.
+
+    >>> _unwrapped(r"\boxed{3}"), _unwrapped(r"\text{18 dollars}"), _unwrapped(r"\text{4 or 5}")
+    ('3', '18\\text{ dollars}', '\\text{4 or 5}')
+    """
     content = content.strip()
+    if only := _TEXT.fullmatch(content):
+        text = only[1].strip().removesuffix(".")
+        number, _, what = text.rpartition(" ")
+        if read_number(text) is not None:
+            return text
+        if what.isalpha() and read_number(number) is not None:
+            return rf"{number}\text{{ {what}}}"
     opening = _BOX.match(content)
     if opening is None or not opening[1] or _closing(content, opening.end()) != len(content) - 1:
         return content
@@ -123,7 +149,7 @@ class MathVerifier:
             forms = self._forms(final, boxed, answer)
             same = agree(forms[0][0], answer) if forms else False
             if same is None:
-                asked[place] = (forms, answer)
+                asked[place] = (forms, answer, ends_in_variable(answer))
             else:
                 known[place] = same
         known |= self._judged(asked)
@@ -143,12 +169,12 @@ class MathVerifier:
         """The texts that may hold the answer."""
         if boxed is not None:
             content = _unwrapped(boxed)
-            forms = [] if r"\boxed" in content or r"\fbox" in content else [(content, True)]
+            forms = [] if r"\boxed" in content or r"\fbox" in content else [_formula(content, answer)]
         elif self.require_boxed or _BOX.search(final) or not final.strip():
             forms = []
         else:
             forms = _prose(final.strip(), answer)
-        return [form for form in forms if _may_equal(*form, answer)]
+        return [form for form in forms if _may_equal(form[0], form[1], answer)]
 
     def _judged(self, asked: dict[int, _Question]) -> dict[int, bool]:
         """Math-verify's judgement; the same question is asked once."""
@@ -175,10 +201,17 @@ def _prose(plain: str, answer: str) -> list[_Form]:
     line = plain.rpartition("\n")[2][-_LONGEST_FORMULA:]
     if not _relations_agree(line, answer):
         return []
-    prose = (plain[-_LONGEST_FORMULA:], False)
+    prose = (plain[-_LONGEST_FORMULA:], False, False)
     if len(plain) > _LONGEST_LINE or line != plain or plain.count("{") != plain.count("}"):
         return [prose]
-    return [(plain, True), prose] if _WORD.search(_COMMAND.sub(" ", plain)) else [(plain, True)]
+    if _says_more(plain, answer):
+        return []
+    formula = _formula(plain, answer)
+    return [formula, prose] if _WORD.search(_COMMAND.sub(" ", plain)) else [formula]
+
+
+def _formula(text: str, answer: str) -> _Form:
+    return text, True, ends_in_variable(text, answer)
 
 
 def _may_equal(given: str, formula: bool, reference: str) -> bool:
@@ -190,7 +223,33 @@ def _may_equal(given: str, formula: bool, reference: str) -> bool:
         and not (formula and not _relations_agree(given, reference))
         and not units_differ(given, reference)
         and (_REMARK.search(given) is None or _REMARK.search(reference) is not None)
+        and not (formula and _says_more(given, reference))
     )
+
+
+def _says_more(given: str, reference: str) -> bool:
+    r"""Whether a formula says something else besides a number that is the reference, which would pass for it.
+
+    An equation does of which a side has variables and numbers: its right side is not what is asked.
+
+    >>> _says_more("6x = 5", "5"), _says_more("x = 5", "5"), _says_more("2 + 3 = 5", "5")
+    (True, False, False)
+    >>> _says_more(r"5\text{ h } 6\text{ min}", "5"), _says_more(r"1\text{ and }2", "1, 2")
+    (True, False)
+    """
+    if unit_of(reference) is None and read_number(reference) is None:
+        return False
+    if _counts_twice(given.rpartition("=")[2]):
+        return True
+    *sides, _ = _NAMING.sub(" ", given).split("=")
+    return "=" not in reference and any(_LETTER.search(side) and _DIGIT.search(side) for side in sides)
+
+
+def _counts_twice(formula: str) -> bool:
+    r"""Whether a formula has numbers on both sides of text, as in 5 \text{ hours and } 6 \text{ minutes}."""
+    digits = [found.start() for found in _DIGIT.finditer(formula)]
+    words = [found for found in _TEXT.finditer(formula) if _LETTER.search(found[1])]
+    return bool(digits) and any(digits[0] < found.start() and found.end() <= digits[-1] for found in words)
 
 
 def _relations_agree(given: str, reference: str) -> bool:

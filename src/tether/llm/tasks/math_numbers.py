@@ -134,7 +134,7 @@ _NAMES = {
     "yd": "yd yard",
     "mi": "mi mile",
     "mg": "mg milligram",
-    "g": "g gram",
+    "g": "g gm gram",
     "kg": "kg kilogram",
     "oz": "oz ounce",
     "lb": "lb pound",
@@ -160,6 +160,48 @@ _UNITS |= {f"{word}s": unit for word, unit in _UNITS.items() if len(word) > 1}
 _SPEEDS = {"mph": ("mi", "/h"), "kmh": ("km", "/h"), "kmph": ("km", "/h"), "kph": ("km", "/h")}
 
 
+# Where math-verify takes off a unit that is not marked as text.
+_SHORT = re.compile(r"(?:\d|[})~\s]|\\[ ,;:!])(?P<word>[A-Za-z]{1,2})\s?\$?\.?\Z")
+_FRACTION = re.compile(rf"[{MINUS}]?\s?(?:\\[dt]?frac\s?\{{\d+\}}\s?\{{\d+\}}|\d+\s?/\s?\d+)", re.ASCII)
+_SPACE = re.compile(r"(?:[\s~]|\\[ ,;:!])*\Z")
+_NO_LETTERS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|rm)\s*\{[^{}]*\}|\\[A-Za-z]+")
+
+
+def ends_in_variable(answer: str, reference: str | None = None) -> bool:
+    r"""Whether one or two letters at an answer's end are variables, and no unit of what is before them.
+
+    A unit is a known one behind a number. One letter right behind it (4s) is a variable of a reference, and
+    in a response to one that has that letter.
+
+    Args:
+        answer: a reference, or a response's if its `reference` is given.
+
+    >>> [ends_in_variable(text) for text in ("4h + m", r"2\pi hr", "4s", "5 m", "5cm", "7")]
+    [True, True, True, False, False, False]
+    >>> ends_in_variable("5m", "5"), ends_in_variable(r"\frac{1}{2} m", r"\frac{m}{2}")
+    (False, True)
+    """
+    answer = answer.strip()
+    match = _SHORT.search(answer[-_LONGEST:])
+    if match is None:
+        return False
+    word, before = match["word"], answer[: len(answer) - len(answer[-_LONGEST:]) + match.start("word")]
+    number = _SPACE.sub("", before) if len(before) <= _LONGEST else ""
+    if word not in _UNITS or (read_number(number) is None and _FRACTION.fullmatch(number) is None):
+        return True
+    if reference is None:
+        return len(word) == 1 and number == before
+    return not set(word).isdisjoint(_variables(reference))
+
+
+def _variables(reference: str) -> set[str]:
+    """Letters of a reference that are in no command, no text and no unit."""
+    reference = reference.strip()
+    if not ends_in_variable(reference):
+        reference = _SHORT.sub("", reference)
+    return set(re.findall("[A-Za-z]", _NO_LETTERS.sub(" ", reference)))
+
+
 def unit_of(answer: str) -> tuple[str, ...] | None:
     r"""The unit an answer ends in, in one spelling; None for none or one that is not known here.
 
@@ -183,7 +225,8 @@ def units_differ(given: str, reference: str) -> bool:
     >>> units_differ(r"3\text{ m}", "3 km"), units_differ("3", "3 km"), units_differ("3 kilometers", "3 km")
     (True, False, False)
     """
-    found, wanted = unit_of(given), unit_of(reference)
+    found = None if ends_in_variable(given, reference) else unit_of(given)
+    wanted = None if ends_in_variable(reference) else unit_of(reference)
     return found is not None and wanted is not None and found != wanted
 
 

@@ -5,6 +5,7 @@ math-verify guards its own work with signals; here the judge keeps the time, so 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
@@ -12,22 +13,28 @@ from sympy import Basic, Eq  # type: ignore[import-untyped]
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 # Else a box that is no formula (\neq 4) would count as the last number in it.
-_FORMULA = [LatexExtractionConfig()]
+_WITH_UNITS = LatexExtractionConfig()
+# Where letters at the end are variables: math-verify would take an m off for metres.
+_WITHOUT = LatexExtractionConfig(normalization_config=replace(_WITH_UNITS.normalization_config, units=False))
 
 
-def check(forms: list[tuple[str, bool]], answer: str) -> bool:
-    """Whether one of the forms of a response, each a text and whether it is a formula, gives `answer`."""
-    wanted = _parse(answer, formula=True)
-    for text, formula in forms:
-        found = _parse(text, formula)
+def check(forms: list[tuple[str, bool, bool]], answer: str, variable: bool) -> bool:
+    """Whether one of the forms of a response gives `answer`.
+
+    Each is a text, whether it is a formula, and whether it ends in variables, as `variable` is of the answer.
+    """
+    wanted = _parse(answer, formula=True, variable=variable)
+    for text, formula, ends_in_variable in forms:
+        found = _parse(text, formula, ends_in_variable)
         if not any(_is_absurd(each) for each in found) and verify(wanted, found, timeout_seconds=None):
             return True
     return False
 
 
-def _parse(text: str, formula: bool) -> list[Any]:
+def _parse(text: str, formula: bool, variable: bool) -> list[Any]:
     if formula:
-        return list(parse(f"\\boxed{{{text}}}", extraction_config=_FORMULA, parsing_timeout=None))
+        config = [_WITHOUT if variable else _WITH_UNITS]
+        return list(parse(f"\\boxed{{{text}}}", extraction_config=config, parsing_timeout=None))
     return list(parse(text, parsing_timeout=None))
 
 
@@ -52,4 +59,8 @@ _EXAMPLES = (
     *("5, 3, 7", r"\{1, 2\}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\text{even}", r"\text{(B)}"),
 )
 for _example in _EXAMPLES:
-    check([(_example, True), (f"The answer is ${_example}$.", False)], f"{_example} + 1")
+    check(
+        [(_example, True, False), (_example, True, True), (f"The answer is ${_example}$.", False, False)],
+        f"{_example} + 1",
+        False,
+    )
