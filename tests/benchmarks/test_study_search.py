@@ -79,7 +79,7 @@ def test_unequal_numbers_of_settings_are_refused(config: CompareConfig) -> None:
 
 
 def test_forms_of_a_method_are_searched_as_methods_of_their_own(config: CompareConfig) -> None:
-    forms = ("troll", "troll:lag_growth=linear", "troll:anchor=trainer,sampler_weight=2")
+    forms = ("troll", "troll:lag_growth=linear,lag_rate=0.5", "troll:anchor=trainer,sampler_weight=2")
     several = replace(config, methods=forms, learning_rates=(1e-4,))
     write_runs(several, {cell.name.rsplit("-", 1)[0]: 0.5 for cell in cells(several)})
     chosen = study_search.choose(several)

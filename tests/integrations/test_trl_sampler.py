@@ -146,7 +146,7 @@ def test_the_clip_baseline_takes_its_ratio_to_the_sampler(train: Callable[..., A
         ({"troll_anchor": "sampler", "generation_kwargs": {"temperature": 0.5}}, "temperature 0.5"),
         ({"troll_anchor": "sampler", "troll_sampler_weight": 2.0}, "nothing to correct"),
         ({"troll_sampler_weight": 0.0}, "positive largest weight"),
-        ({"troll_lag_growth": "linear"}, 'troll_anchor="sampler"'),
+        ({"troll_lag_growth": "linear", "troll_lag_rate": 0.5}, 'troll_anchor="sampler"'),
         ({"troll_anchor": "sampler", "troll_lag_growth": "cubic"}, "troll_lag_growth must be one of"),
         ({"troll_anchor": "sampler", "troll_lag_rate": -1.0}, "troll_lag_rate must be"),
         ({"troll_anchor": "sampler", "troll_lag_rate": "0.25"}, "troll_lag_rate must be a number"),

@@ -59,6 +59,7 @@ def test_settings_of_lag_out_of_range_are_refused(tmp_path: Path) -> None:
         train(config(tmp_path / "run", lag=-1))
     with pytest.raises(ConfigError, match="growth must be one of"):
         config(tmp_path / "run", method={"name": "troll", "lag_growth": "cubic"})
+    method = {"name": "troll", "lag_growth": "linear", "lag_rate": 0.5}
     with pytest.raises(ConfigError, match="troll_lag_growth='linear' bounds"):
-        train(config(tmp_path / "run", method={"name": "troll", "lag_growth": "linear"}, anchor="trainer"))
+        train(config(tmp_path / "run", method=method, anchor="trainer"))
     assert not (tmp_path / "run").exists()

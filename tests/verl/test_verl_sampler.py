@@ -236,7 +236,7 @@ def test_reports_of_both_kinds_share_a_batch(model: Path) -> None:
         ({"troll_lag_growth": "cubic"}, "troll_lag_growth must be one of constant, linear, power, geometric"),
         ({"troll_kl_bound_largest": 1e-9}, r"troll_kl_bound_largest must be at least kl_bound=0\.002"),
         (
-            {"troll_anchor": "trainer", "troll_lag_growth": "linear"},
+            {"troll_anchor": "trainer", "troll_lag_growth": "linear", "troll_lag_rate": 0.5},
             r"troll_lag_growth=linear.*\+tether=troll_sampler",
         ),
     ],
