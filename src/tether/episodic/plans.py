@@ -242,7 +242,7 @@ class _Course:
 
     def _run(self, times: FloatArray, own_times: FloatArray, basis: MotionBasis, slowed: float) -> Plan:
         """A slower motion is the same one in a slower time, in which the robot sets out faster."""
-        if not slowed * self.seconds <= _MOST_STEPS * self.dt:
+        if slowed != 1.0 and not slowed * self.seconds <= _MOST_STEPS * self.dt:
             raise MotionLimitError(
                 f"To keep to its limits the motion would have to be {slowed:.3g} times slower, which is "
                 f"more than {_MOST_STEPS:,} steps of {self.dt} s. Raise the limits."
