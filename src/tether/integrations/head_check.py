@@ -56,7 +56,7 @@ def check_head(
     own = (logits.float() / head.temperature).log_softmax(-1).gather(-1, ids)
     with torch.autocast(hidden.device.type, enabled=False):
         found = linear_log_probs(
-            hidden.to(weight.device), weight, ids.to(weight.device), bias=bias, temperature=head.temperature,
+            hidden.to(weight), weight, ids.to(weight.device), bias=bias, temperature=head.temperature,
             logit_scale=head.logit_scale, softcap=head.softcap,
             weights_at_hand=functools.partial(weights_at_hand, weight, bias),
         ).log_probs.to(own)  # fmt: skip
