@@ -84,8 +84,11 @@ def make_actor(
         load_tokenizer=False,
         use_remove_padding=packed,
         model_type=MODEL_TYPE if troll else "language_model",
-        override_config={"attn_implementation": "sdpa"},
-        **{"enable_gradient_checkpointing": False, **(model_settings or {})},
+        **{
+            "override_config": {"attn_implementation": "sdpa"},
+            "enable_gradient_checkpointing": False,
+            **(model_settings or {}),
+        },
     )
     settings: dict[str, Any] = {
         "strategy": "fsdp2",

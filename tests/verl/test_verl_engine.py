@@ -24,6 +24,7 @@ from largest_tensor import largest_tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
+from tether.errors import TetherWarning
 from tether.integrations.verl import TROLLPolicyLossConfig
 from tether.integrations.verl.store import HANDLE
 from tether.ops import memory
@@ -82,6 +83,14 @@ def test_the_reference_pass_of_a_lora_actor_forms_no_logits(
         found.append(torch.stack(of_tokens)[:, mask.values() > 0])
     assert shares[0] < 1 / 8 < 1 <= shares[1]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_is_warned_of_with_the_setting_that_has_it(model: Path) -> None:
+    """verl scores the old policy without dropout and trains with it."""
+    dropping = {"override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.2}}
+    setting = r"\+actor_rollout_ref\.model\.override_config\.attention_dropout="
+    with pytest.warns(TetherWarning, match=rf"self_attn\.attention_dropout=0\.2.* {setting}"):
+        make_actor(model, model_settings=dropping)
 
 
 def test_a_second_scoring_of_the_same_batch_leaves_the_old_policy_alone(model: Path) -> None:

@@ -92,16 +92,17 @@ class _Evaluation:
         self._left = STEPS
 
     def of(self, node: ast.expr) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise OverflowError(f"more than {STEPS} steps")
+        self._count(1)
         if type(node) not in _NODES:
             raise ValueError(f"{ast.unparse(node)[:60]!r} is not understood")
         return _NODES[type(node)](self, node)
 
     def _look_through(self, whole: Any) -> None:
         """Count a step for each element that Python compares, or a check of a list could be quadratic."""
-        self._left -= len(whole) if isinstance(whole, (list, tuple)) else 0
+        self._count(len(whole) if isinstance(whole, (list, tuple)) else 0)
+
+    def _count(self, steps: int) -> None:
+        self._left -= steps
         if self._left < 0:
             raise OverflowError(f"more than {STEPS} steps")
 

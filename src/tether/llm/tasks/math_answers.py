@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tether.errors import MissingDependencyError
 from tether.llm.tasks.judge import Judge
 from tether.llm.tasks.math_numbers import (
+    WORDS,
     agree,
     ends_in_variable,
     read_number,
@@ -49,7 +50,7 @@ _MARKS = (
 _TEXT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|mathbf|rm)\s*\{([^{}]*)\}(?:\s*\^\{?\d\}?)?", re.ASCII)
 # What names a quantity, or counts nothing: text, commands, indices and what a function is of.
 _NAMING = re.compile(
-    r"\\(?:text[a-z]*|mbox|mathrm|rm|mathit)\s*\{[^{}]*\}|\\[A-Za-z]+|_(?:\{[^{}]*\}|\w)|[A-Za-z]\([^()]*\)"
+    rf"{WORDS}|\\mathit\s*\{{[^{{}}]*\}}|\\[A-Za-z]+|_(?:\{{[^{{}}]*\}}|\w)|[A-Za-z]\([^()]*\)"
 )
 
 _Form = tuple[str, bool, bool]  # a text, whether it is a formula as a whole, whether it ends in variables

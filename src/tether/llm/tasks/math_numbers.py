@@ -164,7 +164,10 @@ _SPEEDS = {"mph": ("mi", "/h"), "kmh": ("km", "/h"), "kmph": ("km", "/h"), "kph"
 _SHORT = re.compile(r"(?:\d|[})~\s]|\\[ ,;:!])(?P<word>[A-Za-z]{1,2})\s?\$?\.?\Z")
 _FRACTION = re.compile(rf"[{MINUS}]?\s?(?:\\[dt]?frac\s?\{{\d+\}}\s?\{{\d+\}}|\d+\s?/\s?\d+)", re.ASCII)
 _SPACE = re.compile(r"(?:[\s~]|\\[ ,;:!])*\Z")
-_NO_LETTERS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|rm)\s*\{[^{}]*\}|\\[A-Za-z]+")
+WORDS = r"\\(?:text[a-z]*|mbox|mathrm|rm)\s*\{[^{}]*\}"
+"""Words inside a formula."""
+
+_NO_LETTERS = re.compile(rf"{WORDS}|\\[A-Za-z]+")
 
 
 def ends_in_variable(answer: str, reference: str | None = None) -> bool:
@@ -182,10 +185,11 @@ def ends_in_variable(answer: str, reference: str | None = None) -> bool:
     (False, True)
     """
     answer = answer.strip()
-    match = _SHORT.search(answer[-_LONGEST:])
+    ending = answer[-_LONGEST:]
+    match = _SHORT.search(ending)
     if match is None:
         return False
-    word, before = match["word"], answer[: len(answer) - len(answer[-_LONGEST:]) + match.start("word")]
+    word, before = match["word"], answer[: match.start("word") - len(ending)]
     number = _SPACE.sub("", before) if len(before) <= _LONGEST else ""
     if word not in _UNITS or (read_number(number) is None and _FRACTION.fullmatch(number) is None):
         return True
