@@ -250,3 +250,14 @@ def test_settings_that_make_no_sense_are_refused(
 
 def test_the_dictionary_knows_every_estimator_by_its_name() -> None:
     assert all(estimator.__name__ == name for name, estimator in ADVANTAGES.items())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_of_one_token_that_is_no_number_is_refused(reward: float) -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, reward]]), torch.ones(2, 2)
+    with pytest.raises(InvalidInputError, match=rf"token_rewards at \[1, 1\] is {reward}, which would spoil"):
+        reinforce_plus_plus(rewards, mask)
+    with pytest.raises(InvalidInputError, match=rf"values at \[1, 1\] is {reward}"):
+        whiten(rewards, mask)
+    hidden = torch.tensor([[1, 1], [1, 0]])
+    assert reinforce_plus_plus(rewards, hidden).isfinite().all()

@@ -54,7 +54,7 @@ def test_a_default_of_troll_is_written_down_once(declaration: str) -> None:
     "refusal",
     [
         "positive number of nats",
-        "alpha must not be negative",
+        "alpha must be finite and not negative",
         "integer of at least 1, got {",
         r"mass must lie in",
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,18 @@ def test_actions_of_others_are_pinned_to_a_commit():
 
 def _workflows() -> list[Path]:
     return sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_on_the_package_index_the_readme_links_to_the_repository() -> None:
+    """Which shows it alone: what is relative would lead nowhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    hook = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    (fragment,) = hook["fragments"]
+    text = (ROOT / fragment["path"]).read_text(encoding="utf-8")
+    assert re.search(r"\]\(docs/", text)
+    for change in hook["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(targets) > 30
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert "https://github.com/tether-rl/tether/blob/main/docs/trl.md" in targets

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
+from tether.projection.solve import may_ask
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, *, epsilon: float = 1e-6) -> Tensor:
@@ -283,7 +284,11 @@ def _discounted_sum(values: Tensor, counted: Tensor, discount: float) -> Tensor:
 
 
 def _token_values(name: str, values: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Values in float32 at least, zero under the mask, and the mask as bool."""
+    """Values in float32 at least, zero under the mask, and the mask as bool.
+
+    Raises:
+        InvalidInputError: shapes that do not fit; NaN or infinity, which would spoil the whole batch.
+    """
     if values.dim() != 2 or values.shape != response_mask.shape:
         raise InvalidInputError(
             f"{name} and response_mask must both be [B, T], got {tuple(values.shape)} and "
@@ -291,7 +296,14 @@ def _token_values(name: str, values: Tensor, response_mask: Tensor) -> tuple[Ten
         )
     counted = response_mask > 0
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return torch.where(counted, values.detach().to(dtype), 0.0), counted
+    values = torch.where(counted, values.detach().to(dtype), 0.0)
+    if may_ask(values) and not bool(values.isfinite().all()):
+        row, position = (int(i) for i in (~values.isfinite()).nonzero()[0])
+        raise InvalidInputError(
+            f"{name} at [{row}, {position}] is {values[row, position].item()}, which would spoil every token "
+            "of the batch. Mend the reward function, or mask the response."
+        )
+    return values, counted
 
 
 def _check_fraction(name: str, value: float) -> None:

@@ -33,7 +33,7 @@ Trust regions for policy updates, from LLM tokens to robot trajectories.
   tether llm train             train a language model on a task
   tether llm eval              measure a model on held-out problems
   tether llm compare           train methods side by side, over a grid, with a report
-  tether episodic train        learn a robot's motion; alone, the three-minute demo
+  tether episodic train        learn a robot's motion; alone, the demo of a minute or two
   tether episodic eval RUN     measure a learned motion
   tether episodic render RUN   film it beside the untrained one
   tether episodic export RUN   observation to motion as torch and ONNX files, motions as CSV

@@ -13,7 +13,7 @@ from typing import Any
 
 from tether.errors import ConfigError, did_you_mean
 
-_MOST_NAMED = 30
+_MOST_NAMED = 40
 """Most known names in a message, those nearest to what was given: of robots there are twice as many."""
 
 

@@ -194,7 +194,7 @@ def check_alpha(alpha: float) -> None:
     """Refuse a weight of the regression that is negative, infinite or no number."""
     _check_type("alpha", alpha, Real, "a number such as 1.0")
     if not 0 <= alpha < math.inf:
-        raise InvalidInputError(f"alpha must not be negative, got {alpha!r}; 1 is the paper's.")
+        raise InvalidInputError(f"alpha must be finite and not negative, got {alpha!r}; 1 is the paper's.")
 
 
 def check_support_size(top_k: int, mass: float) -> None:

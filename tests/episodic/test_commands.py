@@ -413,6 +413,21 @@ def test_a_run_of_another_environment_is_neither_overwritten_nor_resumed(
     assert content(run) == before
 
 
+def test_where_there_is_nothing_to_resume_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("episodic", "train", *TINY, "--iterations", "1", "--resume", "--output", str(tmp_path / "new"))
+    assert tether(*words) == 0
+    assert "Nothing to resume in" in capsys.readouterr().err
+    assert tether(*words) == 0
+    assert "Nothing to resume in" not in capsys.readouterr().err
+
+
+def test_an_option_is_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tether("episodic", "train", "--preset", "--output", "here") == 2
+    assert "Missing value for argument '--preset'" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_environment_without_pictures_cannot_be_rendered(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,21 @@ def test_a_single_seed_has_the_interval_of_its_problems(make_run: MakeRun) -> No
     assert line.gain.low == line.gain.high  # nothing is known of it
 
 
+def test_a_single_robot_has_the_interval_of_its_episodes(make_run: MakeRun) -> None:
+    """Of the mean motion's; what training measures is over others."""
+    evals = [{"step": 0, "success_greedy": 0.25, "env_steps": 0.0}]
+    settings = {"evaluation_episodes": 16}
+    (line,) = summarise(load_runs([make_run("robot", [], evals, kind="episodic", settings=settings)]))
+    assert line.final is not None
+    assert line.over == "problems"
+    expected = scipy.stats.binomtest(4, 16).proportion_ci(method="wilson")
+    assert (line.final.low, line.final.high) == pytest.approx((expected.low, expected.high))
+    (line,) = summarise(
+        load_runs([make_run("trained", [{"success": 0.25}] * 2, [], kind="episodic", settings=settings)])
+    )
+    assert line.over == "nothing"
+
+
 def test_an_infinite_kl_is_the_largest(make_run: MakeRun) -> None:
     path = make_run("a", [{"kl_max": math.inf}, {"kl_max": math.nan}, {"kl_max": 1.0}])
     (line,) = summarise(load_runs([path]))

@@ -79,6 +79,38 @@ def test_the_lag_that_is_logged_is_of_the_oldest_sequence(make_async: Callable[.
     assert trainer.state.log_history[0]["trust_region/lag"] == max(seen)
 
 
+def test_means_are_over_tokens_however_these_are_spread_over_micro_batches(
+    make_async: Callable[..., Any],
+) -> None:
+    """Also those of the few that are projected, and those by lag."""
+    trainer = make_async(2, max_steps=6, logging_steps=6, gradient_accumulation_steps=4, troll_kl_bound=0.02)
+    seen = []
+    real = trainer._log_tokens
+    trainer._log_tokens = lambda tokens, metrics, lag, mask: (
+        seen.append((tokens, lag, mask > 0)), real(tokens, metrics, lag, mask)
+    )  # fmt: skip
+    trainer.train()
+    logged = trainer.state.log_history[0]
+
+    def mean(values: list[Any], chosen: list[Any]) -> float:
+        return float(torch.cat([one[here] for one, here in zip(values, chosen, strict=True)]).double().mean())
+
+    projected = [tokens.projected & mask for tokens, _, mask in seen]
+    assert 0 < sum(not some.any() for some in projected) < len(seen)
+    steps = mean([tokens.step for tokens, _, _ in seen], projected)
+    assert logged["trust_region/mean_step"] == pytest.approx(steps, rel=1e-5)
+    of_lag = [(lag.amax(1, keepdim=True) >= 2) & (lag.amax(1, keepdim=True) < 4) & m for _, lag, m in seen]
+    assert logged["trust_region/lag_2/kl"] == pytest.approx(
+        mean([t.kl for t, _, _ in seen], of_lag), rel=1e-5
+    )
+
+
+def test_where_no_token_is_projected_all_steps_are_whole(make_async: Callable[..., Any]) -> None:
+    trainer = make_async(max_steps=1, troll_kl_bound=math.inf)
+    trainer.train()
+    assert trainer.state.log_history[0]["trust_region/mean_step"] == 1.0
+
+
 @pytest.mark.parametrize(("budget", "behind"), [(0, 1), (60, 2)])
 def test_data_are_older_than_the_staleness_by_what_the_page_says(
     make_async: Callable[..., Any], budget: int, behind: int

@@ -78,19 +78,65 @@ def test_a_server_is_asked_whether_it_has_the_weights(tmp_path: Path, keeps: str
         trainer._sync_weight()
         # What TRL counts of a step's training data is without the check's contexts.
         assert {name: getattr(trainer, name) for name in before} == before
+        assert not trainer._metrics["train"]["trust_region/sampler_mismatch"]
         server.keeps = keeps
         _move(trainer.model)
         trainer.state.global_step = 3
+        trainer.rollout_queue.latest.append(torch.arange(9))
         if keeps:
             with pytest.raises(StaleSamplerError, match="After the transfer of the weights of step 3"):
                 trainer._sync_weight()
             return
         trainer._sync_weight()
-    found = trainer._metrics["train"]["trust_region/sampler_mismatch"]
-    assert len(found) == 2
-    assert max(found) < 1e-6
+    (found,) = trainer._metrics["train"]["trust_region/sampler_mismatch"]
+    assert found < 1e-6
     asked = [body for path, body in server.asked if path == "/v1/completions"]
     assert [(body["max_tokens"], body["logprobs"], body["model"]) for body in asked] == [(1, 6, "tiny")] * 2
+
+
+@pytest.mark.filterwarnings("error::tether.errors.TetherWarning")
+@pytest.mark.usefixtures("pretend_vllm")
+def test_a_first_token_that_is_certain_is_no_measure_of_the_others(tmp_path: Path) -> None:
+    """As a reasoning model's is: what arithmetic does elsewhere is then no reason to warn or to stop."""
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url)
+        trainer.engine_dtype = torch.bfloat16
+        check = trainer._transfer_check
+        differences = iter([1e-5, 0.03, 0.09, 0.02])
+        check._difference = lambda answers: next(differences)
+        for step in range(4):
+            trainer.state.global_step = step
+            if step:
+                trainer.rollout_queue.latest.append(torch.arange(9))
+            trainer._sync_weight()
+    assert trainer._metrics["train"]["trust_region/sampler_mismatch"] == [0.03, 0.09, 0.02]
+
+
+@pytest.mark.usefixtures("pretend_vllm")
+def test_all_processes_judge_by_what_one_of_them_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not talk to the server takes over its precision and the difference, and stops as well."""
+    sent: list[Any] = []
+    with fake_vllm() as server:
+        trainer = make_served(tmp_path, server.url)
+        check = trainer._transfer_check
+        monkeypatch.setattr(
+            "tether.integrations.trl_async_check.broadcast_object_list",
+            lambda objects, from_process: sent.extend(objects) or objects,
+        )
+        monkeypatch.setattr(check, "_difference", lambda answers: 0.0035)  # of float32, but not of bfloat16
+        with pytest.raises(StaleSamplerError, match=r"differ from the trainer's by 0.0035"):
+            check.after_transfer([torch.arange(9)])
+    assert trainer.engine_dtype == torch.float32
+    trainer.engine_dtype, heard = None, iter(sent)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    monkeypatch.setattr(
+        "tether.integrations.trl_async_check.broadcast_object_list", lambda *_, **__: [next(heard)]
+    )
+    monkeypatch.setattr(check, "_difference", lambda answers: 0.0)
+    with pytest.raises(StaleSamplerError, match=r"differ from the trainer's by 0.0035"):
+        check.after_transfer([])
 
 
 @pytest.mark.usefixtures("pretend_vllm")

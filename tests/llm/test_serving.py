@@ -22,6 +22,7 @@ from tether.errors import ConfigError, EngineError
 from tether.llm import serve_child
 from tether.llm.async_training import TaskReward, _settings, _written_ahead
 from tether.llm.config import TrainConfig
+from tether.llm.methods import TROLL
 from tether.llm.preflight import check_before_loading
 from tether.llm.rollouts import engine_memory, writes_compactly
 from tether.llm.serving import Server, check_port, free_port, serving
@@ -134,6 +135,9 @@ def test_a_port_in_use_is_refused() -> None:
         ({"lora_rank": 4, "quantization": "nf4"}, "quantization='nf4' does not go with"),
         ({"vllm_port": 8000, "vllm_server": "http://localhost:8000"}, "Give one of the two"),
         ({"rollouts": "vllm", "vllm_port": 8000}, "is of the server that rollouts='vllm-async' starts"),
+        ({"rollouts": "vllm", "max_lag": 32}, "max_lag=32 is of rollouts='vllm-async'; got rollouts='vllm'"),
+        ({"method": TROLL(support="paper")}, "method.support='paper' invents a probability"),
+        ({"method": TROLL(mass=0.5)}, "method.mass=0.5 does not go with"),
     ],
 )
 def test_settings_that_asynchronous_rollouts_cannot_have_are_refused(

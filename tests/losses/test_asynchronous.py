@@ -147,3 +147,13 @@ def test_decoupled_clip_takes_the_proximal_policy_itself() -> None:
 def test_settings_without_meaning_are_refused(loss, options: dict[str, object], words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidInputError, match=words):
         loss(_log(0.5, 0.5), _log(0.5, 0.5), torch.ones(1), torch.ones(1, 2), **options)
+
+
+def test_a_token_that_a_sampler_gave_no_probability_spoils_no_batch() -> None:
+    """An engine may round it to 0: as with the clip, its ratio is the largest there is."""
+    old, new = torch.tensor([[-math.inf, -1.0]]), torch.tensor([[-3.0, -1.1]], requires_grad=True)
+    for proximal in ({"lag": 4}, {"proximal_log_probs": torch.tensor([[-3.1, -1.0]])}):
+        loss = decoupled_clip(new, old, torch.ones(1), torch.ones(1, 2), **proximal).loss
+        (gradient,) = torch.autograd.grad(loss, new)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()

@@ -249,7 +249,7 @@ def test_what_does_not_go_with_a_sampler_is_refused() -> None:
             project_tokens(new, old, drawn, mask, kl_bound=bounds)
     with pytest.raises(InvalidInputError, match=r"ids must lie in \[0, 3\)"):
         project_tokens(new[..., :3], old, drawn, mask)
-    with pytest.raises(InvalidInputError, match=r"policy_weights must be \[B, T\], got \(4,\)"):
+    with pytest.raises(InvalidInputError, match=r"policy_weights must be \[B, T\] = .*got \(4,\)"):
         _loss_at_sampler(new, old, drawn, policy_weights=torch.ones(4))
 
 
@@ -272,3 +272,9 @@ def test_weights_are_truncated_and_one_under_the_mask() -> None:
     for wrong in (0.0, "2"):
         with pytest.raises(InvalidInputError, match=f"largest must be positive, got {wrong!r}"):
             truncated_weights(prox, mu, mask, largest=wrong)  # type: ignore[arg-type]
+
+
+def test_weights_of_other_tokens_are_refused() -> None:
+    for mask in (torch.ones(3), torch.ones(2, 1)):
+        with pytest.raises(InvalidInputError, match=r"must have one shape, got \(2, 3\), \(2, 3\) and"):
+            truncated_weights(torch.zeros(2, 3), torch.zeros(2, 3), mask)

@@ -428,8 +428,8 @@ def test_what_does_not_fit_is_refused_with_the_remedy(batch: _Batch) -> None:
         "response_mask": batch.mask, "response_ids": batch.ids, "new": new, "old": old,
     }  # fmt: skip
     for change, message in (
-        ({"alpha": -0.1}, r"alpha must not be negative, got -0\.1"),
-        ({"alpha": math.nan}, "alpha must not be negative, got nan"),
+        ({"alpha": -0.1}, r"alpha must be finite and not negative, got -0\.1"),
+        ({"alpha": math.nan}, "alpha must be finite and not negative, got nan"),
         ({"ratio_level": "word"}, "ratio_level must be .*got 'word'"),
         ({"kl_bound": 0.0}, r"kl_bound must be a positive.*got 0\.0"),
         ({"region": "batch"}, "region must be .*got 'batch'"),

@@ -414,6 +414,10 @@ def test_what_does_not_fit_is_refused_with_the_remedy() -> None:
         batch.ours(temperature=0.0)
     with pytest.raises(InvalidInputError, match="24 of 24 rows hold NaN"):
         replace(batch, hidden=batch.hidden * math.nan).ours()
+    with pytest.raises(InvalidInputError, match="sequences must count from 0 on, got -1"):
+        batch.ours(sequences=torch.full((TOKENS,), -1))
+    with pytest.raises(InvalidInputError, match=r"sequences must be integers, got torch\.float32"):
+        batch.ours(sequences=torch.zeros(TOKENS))
     for bad in (math.nan, math.inf):  # also where a frozen head and equal hidden states prove the rest
         bias = torch.where(torch.arange(VOCABULARY) == 3, bad, 0.0).to(batch.hidden.dtype)
         still = replace(batch, bias=bias, old_bias=None, old_weight=None, hidden=batch.old_hidden)

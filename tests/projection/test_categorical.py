@@ -747,3 +747,9 @@ def test_a_gradient_is_finite_beside_an_outcome_that_only_just_is_no_zero() -> N
     result = project_categorical(new, old, 0.05)
     (gradient,) = torch.autograd.grad(result.log_probs, new, torch.randn_like(new))
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("shapes", [((3, 1), (3, 5)), ((3, 0), (3, 0))])
+def test_a_divergence_of_different_vocabularies_is_refused(shapes: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(InvalidInputError, match=r"the same last dimension, V >= 1, got \(3, "):
+        kl_categorical(*(torch.zeros(shape) for shape in shapes))

@@ -11,6 +11,7 @@ from scipy.linalg import sqrtm
 from torch import Tensor
 
 from gaussians import F64, random_factor, random_mean, tril_parameter
+from tether.errors import InvalidInputError
 from tether.projection import (
     diagonal_gaussian_entropy,
     gaussian_entropy,
@@ -192,3 +193,43 @@ def test_the_sign_of_a_factors_diagonal_says_nothing(ratio: float) -> None:
     mean, old = torch.zeros(1, dtype=torch.float64), torch.eye(1, dtype=torch.float64)
     signed, plain = (kl_gaussian(mean, value * old, mean, old)[1] for value in (ratio, -ratio))
     assert torch.equal(signed, plain)
+
+
+# ------------------------------------------------------------------------------------- at the edges
+
+
+@pytest.mark.parametrize("method", ["kl", "wasserstein", "frobenius"])
+def test_without_a_bound_gradients_are_the_identitys(method: str) -> None:
+    new = random_factor(3, seed=0, spread=50).requires_grad_()
+    mean = torch.zeros(3, dtype=F64)
+    result = project_gaussian(mean, new, mean, random_factor(3, seed=1), math.inf, math.inf, method=method)
+    upstream = random_factor(3, seed=2)
+    (result.scale_tril * upstream).sum().backward()
+    assert torch.equal(new.grad, upstream)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_in_the_region(dtype: torch.dtype) -> None:
+    """Which returning it in half precision would round it out of, by a third of the bound."""
+    old_mean, old_scale = torch.zeros(200, 8, dtype=dtype), torch.ones(200, 8, dtype=dtype)
+    mean, scale = random_mean(200, 8, seed=0).to(dtype), 1.5 * old_scale
+    full = project_gaussian(mean, scale.diag_embed(), old_mean, old_scale.diag_embed(), 0.005, 0.0005)
+    diagonal = project_diagonal_gaussian(mean, scale, old_mean, old_scale, 0.005, 0.0005)
+    rounding = 8 * torch.finfo(torch.float32).eps / math.sqrt(0.0005)
+    for result, kl in (
+        (full, kl_gaussian(full.mean, full.scale_tril, old_mean, old_scale.diag_embed())),
+        (diagonal, kl_diagonal_gaussian(diagonal.mean, diagonal.scale_tril, old_mean, old_scale)),
+    ):
+        assert result.mean_projected.all()
+        assert result.cov_converged.all()
+        torch.testing.assert_close(kl[0], torch.full_like(kl[0], 0.005), rtol=rounding, atol=0)
+        torch.testing.assert_close(kl[1], torch.full_like(kl[1], 0.0005), rtol=rounding, atol=0)
+    far = project_diagonal_gaussian(300 + mean, scale, old_mean, old_scale / 2, 0.005, 0.0005)
+    assert far.mean_kl.isfinite().all()
+
+
+@pytest.mark.parametrize("bound", [torch.zeros(4, 1), torch.zeros(5), "3", True])
+def test_an_entropy_bound_of_another_shape_or_kind_is_refused(bound: object) -> None:
+    mean, factor = torch.zeros(4, 2), torch.eye(2).expand(4, 2, 2)
+    with pytest.raises(InvalidInputError, match=r"entropy_bound must be a number or one a covar.*, \(4,\)"):
+        project_gaussian(mean, factor, mean, factor, 0.1, 0.1, entropy_bound=bound)  # type: ignore[arg-type]

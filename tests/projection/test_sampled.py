@@ -177,6 +177,14 @@ def _broken(report: Report, what: str) -> dict[str, Any]:
         "mass": {
             "log_probs": _at(log_probs, (*where, 5), 0.0), "sampled_log_probs": None, "sampled_ids": likeliest
         },
+        "scores": {
+            "log_probs": _at(log_probs, (*where, 5), 720.0), "sampled_log_probs": None,
+            "sampled_ids": likeliest,
+        },
+        "infinite": {
+            "log_probs": _at(log_probs, (*where, 5), math.inf), "sampled_log_probs": None,
+            "sampled_ids": likeliest,
+        },
         "missing": another,
         "impossible": {**another, "sampled_log_probs": _at(first, where, -torch.inf)},
         "temperature": {"sampled_ids": likeliest, "sampled_log_probs": _at(first, where, -3.0)},
@@ -195,6 +203,8 @@ def _broken(report: Report, what: str) -> dict[str, Any]:
         ("drawn nothing", "the sampled id -1 is not in the vocabulary"),
         ("drawn outside", "the sampled id 40 is not in the vocabulary"),
         ("mass", "more than 1 by more than rounding"),
+        ("scores", "more than 1 by more than rounding"),
+        ("infinite", "more than 1 by more than rounding"),
         ("missing", "is not among the 6 reported ids and its own log-probability is missing"),
         ("impossible", "so it cannot have been sampled"),
         ("temperature", "by itself and"),

@@ -451,3 +451,25 @@ def test_rows_that_are_no_distribution_are_refused_and_counted(broken: Any) -> N
 def test_shapes_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"\(2, 3\), \(2, 4\) and \(2,\)"):
         SparseLogProbs(torch.zeros(2, 3).long(), torch.zeros(2, 4), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("keep_ids", "message"),
+    [
+        (torch.tensor([5, 4, 3]), r"keep_ids must be one id a row, \(2, 3\), got \(3,\)"),
+        (torch.full((2, 3), 6), r"keep_ids must lie in \[0, 6\) or be -1 for an empty slot; found 6"),
+        (torch.zeros(2, 3), "keep_ids must be integers, got torch.float32"),
+    ],
+)
+def test_ids_to_keep_that_do_not_fit_are_refused(keep_ids: Tensor, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        SparseLogProbs.from_logits(torch.randn(2, 3, 6), 2, keep_ids=keep_ids)
+    padded = SparseLogProbs.from_logits(torch.randn(2, 3, 6), 2, keep_ids=torch.full((2, 3), -100))
+    assert (padded.ids[..., -1] == -1).all()
+
+
+def test_ids_to_look_at_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"ids must lie in \[0, 5\).*found 9"):
+        SparseLogProbs.at_ids(torch.randn(1, 5), torch.tensor([[9]]))
+    with pytest.raises(InvalidInputError, match=r"ids must be \[..., K\] for logits \(2, 5\), got \(1, 1\)"):
+        SparseLogProbs.at_ids(torch.randn(2, 5), torch.tensor([[1]]))

@@ -62,6 +62,8 @@ def train_command(config: TrainConfig) -> RunFolder:
         done=done,
         displayed=EPISODIC_RUNS.displayed,
     ) as progress:
+        if config.resume and not done:  # who misspelt the folder is to know before hours pass
+            progress.message(f"Nothing to resume in {out}: training begins.")
         run = train(
             settings, out, label=label, resume=config.resume, until=config.until,
             trackers=(*config.report_to, *(("tensorboard",) if config.tensorboard else ())),

@@ -36,7 +36,7 @@ class TrainConfig:
     """The run's name in legends; the algorithm's by default."""
 
     resume: bool = False
-    """Continue the run in the output folder from its last checkpoint."""
+    """Continue the run in the output folder from its last checkpoint; begin it where there is none."""
 
     until: int | None = None
     """Stop after this iteration, to be resumed; the schedules still end with the last one."""
@@ -254,7 +254,8 @@ def defaults_for(arguments: Sequence[str]) -> TrainConfig:
         option = "--env" if option == "--env-id" else option
         if option in chosen:
             value = value if equals else following
-            chosen[option] = None if value == "None" else value
+            # Another option is no value, which the parser says.
+            chosen[option] = None if value == "None" or value.startswith("--") else value
     return train_config(*chosen.values())
 
 

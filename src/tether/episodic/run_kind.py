@@ -119,6 +119,7 @@ EPISODIC_RUNS = RunKind(
     panels=PANELS,
     time_parts={"sampling_seconds": "sampling", "critic_seconds": "critic", "policy_seconds": "policy"},
     subject_settings=("env", "env_id"),
+    problems_setting="evaluation_episodes",
     reading_of_several=(
         "Each method learns a whole motion by trying variations of it and moving towards the better ones; "
         "the one whose curve is higher for the same number of environment steps{clear} learned faster."

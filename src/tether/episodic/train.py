@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import signal
@@ -18,7 +19,6 @@ from tether.episodic.algorithms import build_learner, config_from_dict
 from tether.episodic.config import EpisodicConfig
 from tether.episodic.episodes import EnvSpec
 from tether.episodic.evaluate import check_training_seed, evaluate_learner, mean_of_known
-from tether.episodic.interrupts import Interrupts
 from tether.episodic.learner import Learner
 from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
@@ -26,11 +26,13 @@ from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
 from tether.experiments.checkpoints import Checkpoint, find_damage
 from tether.experiments.files import dump_json, load_json
+from tether.experiments.interrupts import Interrupts
 from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
 
 _STATE_FILE = "state.pt"
+_STOPPING = "Stopping after this iteration, with a checkpoint. Again to stop at once without one."
 MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
 """Settings that change no number of a run."""
 
@@ -90,7 +92,7 @@ def train(
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
             loop.restore()
             if not run.finished:
-                with Interrupts(say or _print_to_stderr) as interrupts:
+                with Interrupts(functools.partial(say or _print_to_stderr, _STOPPING)) as interrupts:
                     last = config.iterations if until is None else min(until, config.iterations)
                     loop.run(last, interrupts)
     return run

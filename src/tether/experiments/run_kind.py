@@ -76,6 +76,8 @@ class RunKind:
     """Whether a run's method uses the bounds in its settings."""
     subject_settings: tuple[str, ...] = ()
     """Settings that name what is learned, the first that is set; for a report's title."""
+    problems_setting: str = ""
+    """How many problems, or episodes, an evaluation is a mean over, where its record does not say."""
     reading_of_several: str = "The method whose curve ends higher{clear} learned more."
     """How to read a report of several methods; ``{clear}`` becomes a word on intervals, if there are any."""
     reading_of_one: str = ""

@@ -116,7 +116,7 @@ def results_table(summaries: Sequence[MethodSummary]) -> Table:
         raise MissingDependencyError("The results table needs rich: pip install 'tether-rl[cli]'.") from error
     name = summaries[0].metric_text if summaries else "success"
     over = " and ".join(sorted({summary.over for summary in summaries} - {"nothing"}))
-    caption = f"intervals: 95 % over {over}" if over else "no intervals: one run, unknown number of problems"
+    caption = f"intervals: 95 % over {over}" if over else "no intervals: one run a method"
     point = shared_ending([summary.label for summary in summaries])
     title = name[:1].upper() + name[1:] + point
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
@@ -196,7 +196,7 @@ def _summary(
 ) -> MethodSummary:
     found = (curves[run.path] for run in runs)
     ends = [curve.y for curve in found if curve is not None]
-    problems = _problems(runs[0]) if len(runs) == 1 and metric.startswith("success") else None
+    problems = _problems(runs[0], metric) if len(runs) == 1 and metric.startswith("success") else None
     gains = [float(values[-1]) - float(values[0]) for values in ends if values.size > 1]
     over = "seeds" if len(ends) > 1 else "problems" if problems else "nothing"
     return MethodSummary(
@@ -228,8 +228,10 @@ def _estimate(values: Sequence[float], problems: int | None) -> Interval | None:
     return Interval(float(values[0]), float(values[0]), float(values[0]), 0.95)
 
 
-def _problems(run: RunData) -> int | None:
+def _problems(run: RunData, metric: str) -> int | None:
     counts = [record["problems"] for record in run.evals if is_number(record.get("problems"))]
+    if not counts and run.eval_curve(metric) is not None:
+        counts = [run.config.settings.get(run.kind.problems_setting, 0)]
     return int(counts[-1]) if counts and counts[-1] >= 1 else None
 
 

@@ -51,23 +51,34 @@ def lag_means(sums: Tensor) -> dict[str, float]:
         >>> lag_means(sums)
         {'lag_16/kl': 0.2, 'lag_16/projected': 0.5, 'lag_16/uncertain': 0.1}
     """
-    means: dict[str, float] = {}
+    return {name: total / count for name, (total, count) in lag_totals(sums).items()}
+
+
+def lag_totals(sums: Tensor) -> dict[str, tuple[float, float]]:
+    """The same as sums over tokens and their number, for means over more of them."""
+    totals: dict[str, tuple[float, float]] = {}
     for lag, (count, *values) in zip(LAGS, sums.tolist(), strict=True):
         if count:
             named = zip(_MEASURED, values, strict=True)
-            means |= {f"lag_{lag}/{name}": v / count for name, v in named if v == v}
-    return means
+            totals |= {f"lag_{lag}/{name}": (total, count) for name, total in named if total == total}
+    return totals
 
 
 def lag_metrics(accelerator: Any, tokens: ProjectedTokens, lag: Tensor, mask: Tensor) -> dict[str, float]:
-    """`lag_means` over all processes, and the oldest sequence's ``lag``.
+    """`lag_means` over all processes, and the oldest sequence's ``lag``. Arguments as for `lags_of_all`."""
+    sums, oldest = lags_of_all(accelerator, tokens, lag, mask)
+    return {**lag_means(sums), "lag": oldest}
+
+
+def lags_of_all(accelerator: Any, tokens: ProjectedTokens, lag: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+    """`lag_sums` over all processes, and the oldest sequence's lag.
 
     Args:
         accelerator: of the trainer.
         tokens, lag, mask: as for `lag_sums`.
     """
     sums = accelerator.gather(lag_sums(tokens, lag, mask)[None]).sum(0)
-    return {**lag_means(sums), "lag": float(accelerator.gather(lag.max()).max().item())}
+    return sums, float(accelerator.gather(lag.max()).max().item())
 
 
 def by_process(

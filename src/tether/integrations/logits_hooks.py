@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.losses import ProjectedTokens, project_tokens, troll_objective
-from tether.ops.checks import check_ids
 from tether.ops.logits import VocabularyShard, logits_least_id, logits_log_probs, logits_top_ids
 from tether.projection import SparseLogProbs
+from tether.projection.support import check_ids
 from tether.projection.tokens import put_back
 from tether.settings import SparseSupport, TROLLSettings, check_choice
 

@@ -67,11 +67,21 @@ class Mismatch:
     def __init__(self) -> None:
         self._first: float | None = None  # difference after the first transfer
 
-    def measured(self, trainer: Any, tokens: int, mean: float, tolerance: Tolerance) -> None:
+    def measured(
+        self, trainer: Any, tokens: int, mean: float, tolerance: Tolerance, *, comparable: bool = True
+    ) -> None:
         """Log and judge what was measured after the transfer of a trainer's present weights.
 
         A run that goes on from a checkpoint has its first difference in its log. Its engine begins with
         other weights than the trainer's, so that its own first transfer tells nothing about arithmetic.
+
+        Args:
+            trainer: with its state, log and metrics.
+            tokens: how many were compared.
+            mean: |log mu - log pi| over them.
+            tolerance: what arithmetic explains.
+            comparable: the tokens are of such places as those of other transfers; if not, what they differ
+                by is no measure of these, and is not logged.
 
         Raises:
             StaleSamplerError: the mean difference exceeds the tolerance.
@@ -81,17 +91,18 @@ class Mismatch:
             self._first = next((float(row[_LOGGED]) for row in log if _LOGGED in row), None)
             if self._first is None and step > 0:
                 tolerance = replace(tolerance, most=tolerance.usual)
-        trainer._metrics["train"][_LOGGED].append(mean)
-        self.judge(step, tokens, mean, tolerance)
+        if comparable:
+            trainer._metrics["train"][_LOGGED].append(mean)
+        self.judge(step, tokens, mean, tolerance, comparable=comparable)
 
-    def judge(self, step: int, tokens: int, mean: float, tolerance: Tolerance) -> None:
+    def judge(
+        self, step: int, tokens: int, mean: float, tolerance: Tolerance, *, comparable: bool = True
+    ) -> None:
         """Refuse what arithmetic does not explain, and warn of what it did not do before.
 
         Args:
             step: whose weights were transferred.
-            tokens: how many were compared.
-            mean: |log mu - log pi| over them.
-            tolerance: what arithmetic explains.
+            tokens, mean, tolerance, comparable: as for `measured`.
 
         Raises:
             StaleSamplerError: the mean difference exceeds the tolerance.
@@ -114,6 +125,8 @@ class Mismatch:
                 f"{finding}; arithmetic explains {limit:g}. {_CAUSES} If it is the engine's precision, "
                 "set the tolerance (troll_sampler_tolerance)."
             )
+        if not comparable:
+            return
         if self._first is None:
             self._first = mean
         elif mean > max(_UNUSUAL * self._first, _SINGLE.usual):

@@ -20,7 +20,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from tether.integrations.lag_metrics import by_process, lag_metrics
+from tether.integrations.lag_metrics import by_process, lag_totals, lags_of_all
 from tether.integrations.sampler_reports import at_reported_ids, ids_to_ask_for
 from tether.integrations.sparse_head import SparseHeadOutput, add_sparse_head
 from tether.integrations.trl_async_check import TransferCheck
@@ -177,6 +177,9 @@ class RecordedTrainer(AsyncGRPOTrainer):
         """As TRL's, which averages over micro-batches, but for the oldest sequence."""
         if lags := self._metrics["train"].get("trust_region/lag"):
             lags[:] = [max(lags)]
+        steps = self._metrics["train"].get("trust_region/mean_step")
+        if steps and not any(weight for _, weight in steps):  # no token was projected: all steps were whole
+            steps[:] = [(1.0, 1.0)]
         super().log(logs, *args, **kwargs)
 
     def _log_tokens(
@@ -188,10 +191,13 @@ class RecordedTrainer(AsyncGRPOTrainer):
             if name.endswith("_max"):
                 sink[key].append(max(values))
             else:  # TRL reduces a pair to the ratio of its sums
-                some = weights if sum(weights) else [1.0] * len(weights)  # a default, of next to no weight
+                # Without tokens a default of next to no weight; but few tokens are projected, if any.
+                some = weights if sum(weights) or name == "mean_step" else [1.0] * len(weights)
                 sink[key].append((sum(v * w for v, w in zip(values, some, strict=True)), sum(some)))
-        for name, mean in lag_metrics(self.accelerator, tokens, lag.amax(1), mask).items():
-            sink[f"trust_region/{name}"].append(mean)
+        sums, oldest = lags_of_all(self.accelerator, tokens, lag.amax(1), mask)
+        sink["trust_region/lag"].append(oldest)
+        for name, pair in lag_totals(sums).items():
+            sink[f"trust_region/{name}"].append(pair)
 
 
 class PackedPass:

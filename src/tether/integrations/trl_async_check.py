@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,6 +33,16 @@ from tether.integrations.vllm_server import SilentServerError, VLLMServer
 _PROMPTS, _LONGEST = 8, 512
 
 _Answer = tuple[list[int], int, list[Reported]]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the process that talks to the server heard, for all."""
+
+    answers: list[_Answer]
+    of_prompts: bool
+    """They follow prompts alone, where a first token may be as good as certain: a measure of no others."""
+    engine_dtype: torch.dtype | None
 
 
 class TransferCheck:
@@ -73,23 +84,24 @@ class TransferCheck:
         asked: Any = None
         if trainer.accelerator.is_main_process:
             try:
-                asked = self._ask(self._contexts(latest))
+                asked = self._ask([*latest])
             except Exception as error:  # noqa: BLE001 (raised in every process, or the others would wait)
                 asked = error
-        (answers,) = broadcast_object_list([asked], from_process=0)
-        if isinstance(answers, Exception):
-            raise answers
-        if not answers:
+        (heard,) = broadcast_object_list([asked], from_process=0)
+        if isinstance(heard, Exception):
+            raise heard
+        if not heard.answers:
             return
-        mean = self._difference(answers)
-        tolerance = explained(trainer, trainer.engine_dtype, self._chosen)
-        self._mismatch.measured(trainer, len(answers), mean, tolerance)
+        # Its own rounding may not make a process stop where the others go on.
+        (mean,) = broadcast_object_list([self._difference(heard.answers)], from_process=0)
+        tolerance = explained(trainer, heard.engine_dtype, self._chosen)
+        self._mismatch.measured(trainer, len(heard.answers), mean, tolerance, comparable=not heard.of_prompts)
 
-    def _contexts(self, latest: Iterable[Tensor]) -> list[list[int]]:
-        found = [ids[: min(_LONGEST, len(ids) * thirds // 3)].tolist() for ids in latest for thirds in (1, 2)]
-        if not found:
-            found = self._prompts()
-        return [list(context) for context in dict.fromkeys(tuple(ids) for ids in found if ids)]
+    def _ask(self, latest: list[Tensor]) -> _Asked:
+        begun = [ids[: min(_LONGEST, len(ids) * thirds // 3)].tolist() for ids in latest for thirds in (1, 2)]
+        contexts = dict.fromkeys(tuple(ids) for ids in begun or self._prompts() if ids)
+        answers = self._complete([list(context) for context in contexts])
+        return _Asked(answers, not begun, self._trainer.engine_dtype)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -107,7 +119,7 @@ class TransferCheck:
         tokenizer, options = settings["processing_class"], settings["chat_template_kwargs"] or {}
         return [prompt_ids(tokenizer, row["prompt"], **options)[:_LONGEST] for row in rows]
 
-    def _ask(self, contexts: list[list[int]]) -> list[_Answer]:
+    def _complete(self, contexts: list[list[int]]) -> list[_Answer]:
         if not contexts:
             return []
         trainer = self._trainer

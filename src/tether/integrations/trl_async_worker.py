@@ -6,13 +6,17 @@ anything; the trainer is told which, and why as far as is known.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from typing import Any
 
 # First, because it says what to install where TRL is missing or another version.
@@ -33,19 +37,26 @@ from tether.integrations.trl_async_records import LOOK_AT_ITS_OUTPUT, SamplerRec
 
 #: Seconds: a killed process's pipes close a moment before it counts as ended.
 _DYING = 1.0
+#: Seconds for which a group of responses may be judged; then its rewards count as hung.
+_JUDGING = 3600
+# What terminals and schedulers send to all processes of a group at once. What becomes of it is the trainer's
+# to say, which needs more rollouts to finish a batch and save.
+_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 
 class RecordingLoop(_AsyncRolloutLoop):
     """TRL's rollouts from a vLLM server, which also says what the likeliest ids of each token were.
 
     Prompts may be plain text, as in `GRPOTrainer`, and without tools any chat template will do. Ends with the
-    process that started it.
+    process that started it, which alone heeds Ctrl-C. Rewards may take an hour for a group.
     """
 
     def __init__(self, *, report_top_k: int, **kwargs: Any) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:  # from the first: who is killed meanwhile never hears that this one is ready
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+            for number in _OF_THE_TRAINER:
+                signal.signal(number, _leave)  # not to be ignored: what rewards start would inherit that
         self._reads_tools = bool(kwargs.get("tools") or kwargs.get("environment_factory"))
         if not self._reads_tools and not _knows_template(kwargs["processing_class"]):
             # TRL wants to know how a tool call is read, and there will be none.
@@ -83,11 +94,21 @@ class RecordingLoop(_AsyncRolloutLoop):
         return answer
 
     async def _score_group(self, group: Any) -> list[Any]:
-        samples: list[Any] = await super()._score_group(group)
+        alive = asyncio.create_task(self._show_life())
+        try:
+            samples: list[Any] = await super()._score_group(group)
+        finally:
+            alive.cancel()
         sequences = [one for of_completion in group.completions_sequences for one in of_completion]
         for sample, sequence in zip(samples, sequences, strict=True):
             sample.old_log_probs = SamplerRecords.of(sequence.old_log_probs)
         return samples
+
+    async def _show_life(self) -> None:
+        """While rewards are computed, TRL's loops wait: for them, or for a place in the queue before them."""
+        for _ in range(_JUDGING):
+            self._heartbeat_value.value = time.time()
+            await asyncio.sleep(1.0)
 
 
 def prompt_ids(tokenizer: Any, prompt: Any, **options: Any) -> list[int]:
@@ -165,6 +186,10 @@ def record(worker: AsyncRolloutWorker, top_k: int, check_server: Callable[[], No
 
     def start_and_let_go() -> None:
         start()
+        process = worker._process
+        if process is not None:
+            # At the program's end, before multiprocessing waits for what it told to terminate.
+            Finalize(None, process.kill, exitpriority=0)
         # With the child alone holding the end that writes, its death is the end of the file. Otherwise a
         # trainer would wait for ever for the rest of a sample that was cut off.
         worker.rollout_buffer._writer.close()
@@ -224,6 +249,10 @@ def _knows_template(tokenizer: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _leave(*_: Any) -> None:
+    """A signal to the trainer."""
 
 
 def _end_with(parent: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from tether.errors import ConfigError
@@ -33,11 +34,7 @@ def check_async(config: Any) -> None:
         ConfigError: naming the setting and what to do.
     """
     if config.rollouts != "vllm-async":
-        if config.vllm_port is not None:
-            raise ConfigError(
-                f"vllm_port={config.vllm_port} is of the server that rollouts='vllm-async' starts; got "
-                f"rollouts={config.rollouts!r}."
-            )
+        _check_not_async(config)
         return
     if config.max_lag < 1:
         raise ConfigError(
@@ -55,6 +52,8 @@ def check_async(config: Any) -> None:
             "have the sampler's records with rollouts='vllm' and anchor='sampler', and stale data on "
             "purpose with lag."
         )
+    if isinstance(config.method, TROLL):
+        _check_support(config.method)
     if config.estimator.name != "grpo":
         raise ConfigError(
             f"rollouts='vllm-async' has TRL's advantages, estimator grpo; got {config.estimator.name!r}."
@@ -64,3 +63,31 @@ def check_async(config: Any) -> None:
         if value != unused:
             raise ConfigError(f"{name}={value!r} does not go with rollouts='vllm-async': {reason}.")
     object.__setattr__(config, "anchor", "sampler")
+
+
+def _check_not_async(config: Any) -> None:
+    if config.vllm_port is not None:
+        raise ConfigError(
+            f"vllm_port={config.vllm_port} is of the server that rollouts='vllm-async' starts; got "
+            f"rollouts={config.rollouts!r}."
+        )
+    usual = next(field.default for field in fields(config) if field.name == "max_lag")
+    if config.max_lag != usual:
+        raise ConfigError(
+            f"max_lag={config.max_lag} is of rollouts='vllm-async'; got rollouts={config.rollouts!r}, in "
+            "turns with updates. For stale data on purpose set lag."
+        )
+
+
+def _check_support(method: TROLL) -> None:
+    """The region is on the ids that the server reports, all of them, and the mass of all others."""
+    if method.support == "paper":
+        raise ConfigError(
+            "method.support='paper' invents a probability for each id that the sampler did not report, and "
+            "rollouts='vllm-async' has the region around the sampler: use 'bucket'."
+        )
+    if method.mass != TROLL.mass:
+        raise ConfigError(
+            f"method.mass={method.mass} does not go with rollouts='vllm-async', which keeps every id "
+            "that the server reports: set method.top_k."
+        )

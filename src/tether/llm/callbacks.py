@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +81,13 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         self._run = run
         self._progress = progress
+        self._asynchronous = config.rollouts == "vllm-async"
+        #: Responses that a logged share is of.
         self._responses = config.prompts_per_rollout * config.responses_per_prompt
+        if self._asynchronous:
+            self._responses = config.responses_per_update
         self._meter = meter
         self._taken: dict[str, float] = {}
-        self._asynchronous = config.rollouts == "vllm-async"
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure this step alone."""
@@ -306,28 +306,10 @@ def _any_of(accelerator: Accelerator, mine: bool) -> bool:
     return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
 
 
-@contextmanager
-def stopping_on_interrupt(checkpoints: CheckpointCallback, say: Callable[[str], None]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop; the second interrupts at once, as does the
-    first before the first batch, with nothing to save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(signum: int, frame: Any) -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if not checkpoints.begun:
-            say("Stopped before the first batch, with nothing to save.")
-            raise KeyboardInterrupt  # whatever was there before: in the background a shell ignores Ctrl-C
-        say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
-        checkpoints.request_stop()
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def stop_after_batch(checkpoints: CheckpointCallback, say: Callable[[str], None]) -> None:
+    """What the first Ctrl-C or SIGTERM asks for; before the first batch, with nothing to save, at once."""
+    if not checkpoints.begun:
+        say("Stopped before the first batch, with nothing to save.")
+        raise KeyboardInterrupt
+    say("Stopping after this batch's updates, with a checkpoint. Again to stop at once without one.")
+    checkpoints.request_stop()

@@ -177,7 +177,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Checkpoints to keep."""
     resume: bool = False
-    """Continue the run in the output folder from its last checkpoint."""
+    """Continue the run in the output folder from its last checkpoint; begin it where there is none."""
     damaged_checkpoint: Literal["refuse", "skip"] = "refuse"
     """On resume, what to do with a checkpoint whose files are not those that were written."""
     preflight: Literal["warn", "refuse", "off"] = "warn"

@@ -156,25 +156,35 @@ def _stopped(
     activity: Activity,
 ) -> TrainingStoppedError:
     step = trainer.state.global_step + (activity.doing == "training")
-    batch, update = divmod(max(step - 1, 0), config.updates_per_rollout)
-    prompts = _prompts(trainer, batch * config.prompts_per_rollout, config.prompts_per_rollout)
+    where, particulars = _batch(step, trainer, config)
     checkpoints = run.checkpoints() if run is not None else []
     kept = f"step {checkpoints[-1].step}, in {checkpoints[-1].path}" if checkpoints else "none yet"
     reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     message = (
-        f"{_WHAT[cause]} at step {step} while {activity.doing} (update {update + 1} of "
-        f"{config.updates_per_rollout} on batch {batch + 1}, whose first problem is {_short(prompts)!r}): "
+        f"{_WHAT[cause]} at step {step} while {activity.doing}{where}: "
         f"{reason}. Last good checkpoint: {kept}. "
         + _REMEDY[cause].format(micro_batch=config.responses_per_micro_batch)
         + (_GO_ON[cause] if checkpoints else "")
     )
     if run is not None:
         message += _leave_note(run.path, {
-            "cause": cause, "doing": activity.doing, "step": step, "batch": batch + 1, "update": update + 1,
-            "problems": prompts, "reason": reason,
+            "cause": cause, "doing": activity.doing, "step": step, "reason": reason, **particulars,
             "last_good_checkpoint": checkpoints[-1].path if checkpoints else None,
         })  # fmt: skip
     return TrainingStoppedError(message)
+
+
+def _batch(step: int, trainer: OldPolicyTrainer, config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Which batch of problems an update was of, in words and for the note."""
+    if config.rollouts == "vllm-async":  # learned from as they come: nobody knows of what problems
+        return "", {}
+    batch, update = divmod(max(step - 1, 0), config.updates_per_rollout)
+    prompts = _prompts(trainer, batch * config.prompts_per_rollout, config.prompts_per_rollout)
+    words = (
+        f" (update {update + 1} of {config.updates_per_rollout} on batch {batch + 1}, whose first problem is "
+        f"{_short(prompts)!r})"
+    )
+    return words, {"batch": batch + 1, "update": update + 1, "problems": prompts}
 
 
 def _leave_note(folder: Path, record: dict[str, Any]) -> str:
@@ -186,7 +196,8 @@ def _leave_note(folder: Path, record: dict[str, Any]) -> str:
         atomic_write_json(folder / FAILURE_FILE, record)
     except OSError as error:
         return f" ({FAILURE_FILE} could not be written: {error}.)"
-    return f" The batch's problems are in {folder / FAILURE_FILE}."
+    what = "The batch's problems are" if "problems" in record else "This is"
+    return f" {what} in {folder / FAILURE_FILE}."
 
 
 def _prompts(trainer: OldPolicyTrainer, first: int, count: int) -> list[Any]:

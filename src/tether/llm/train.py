@@ -13,6 +13,7 @@ import torch
 
 from tether.errors import CheckpointError
 from tether.experiments import Checkpoint, RunFolder, TrainingProgress, seed_everything
+from tether.experiments.interrupts import Interrupts
 from tether.experiments.peak_memory import StepMeter
 from tether.experiments.run_config import CONFIG_FILE
 from tether.experiments.trackers import check_trackers
@@ -49,6 +50,7 @@ def train(config: TrainConfig) -> RunFolder:
     Raises:
         ConfigError, DataError, CheckpointError: naming what is wrong and what to do.
         TrainingStoppedError: memory, disk or finite numbers ran out; where, and what is left.
+        KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved; SIGTERM then ends the process likewise.
     """
     from tether.llm.models import load_model_and_tokenizer
 
@@ -73,8 +75,10 @@ def train(config: TrainConfig) -> RunFolder:
             check_rewards(config, model, tokenizer, task)
         trainer = _build(config, model, tokenizer, task)
         with _run_folder(config) as run:
-            _run(config, run, trainer, tokenizer, task, problems)
+            stopped_by = _run(config, run, trainer, tokenizer, task, problems)
     trainer.accelerator.wait_for_everyone()
+    if stopped_by is not None:
+        stopped_by.pass_on()
     return RunFolder.open(config.output) if run is None else run
 
 
@@ -146,11 +150,12 @@ def _run(
     tokenizer: Any,
     task: Any,
     problems: Any,
-) -> None:
+) -> Interrupts | None:
+    """Train to the end; or what has stopped it before."""
     from rich.console import Console
     from transformers import PrinterCallback
 
-    from tether.llm.callbacks import stopping_on_interrupt
+    from tether.llm.callbacks import stop_after_batch
     from tether.llm.evaluate import evaluate_model
     from tether.llm.failures import Activity, stopping_with_a_reason
 
@@ -160,7 +165,7 @@ def _run(
         if run is not None and not run.finished:  # killed after its last checkpoint
             finish_from_checkpoint(config, run, start.path, tokenizer)
             _finish(config, run, print)
-        return
+        return None
     # One display a run: the first process's.
     console = None if run is not None else Console(quiet=True)
     label = f"{config.label}, seed {config.seed}"
@@ -171,6 +176,8 @@ def _run(
         ) as progress,
         stopping_with_a_reason(run, trainer, config, activity),
     ):
+        if config.resume and start is None:  # who misspelt the folder is to know before hours pass
+            progress.message(f"Nothing to resume in {config.output}: training begins.")
         trainer.args.output_dir = str(config.output / UNFINISHED)
         trainer.remove_callback(PrinterCallback)
         evaluate = functools.partial(
@@ -185,7 +192,7 @@ def _run(
             config, run, trainer, tokenizer, task, problems, progress, evaluate, activity
         )
         with (
-            stopping_on_interrupt(checkpoints, progress.message),
+            Interrupts(functools.partial(stop_after_batch, checkpoints, progress.message)) as interrupts,
             server_at_hand(config, trainer, tokenizer, progress.message),
         ):
             trainer.train(resume_from_checkpoint=str(start.path) if start else None)
@@ -193,11 +200,12 @@ def _run(
             progress.message(
                 f"Stopped at step {trainer.state.global_step} of {config.steps}. Continue with --resume."
             )
-            return
+            return interrupts
         with activity.during("saving the model"):
             save_trained_model(config, run, trainer, tokenizer)
     if run is not None:
         _finish(config, run, progress.message)
+    return None
 
 
 def _finish(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> None:

@@ -61,19 +61,13 @@ def check_tokens(
                 f"{name} must have the shape of log_probs, {tuple(log_probs.shape)}, "
                 f"got {tuple(tensor.shape)}."
             )
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(-1)
-    if advantages.dim() != 2 or advantages.shape[0] != log_probs.shape[0]:
-        raise InvalidInputError(
-            f"advantages must be [B] or [B, T] for log_probs {tuple(log_probs.shape)}, "
-            f"got {tuple(advantages.shape)}."
-        )
-    if advantages.shape[1] not in (1, log_probs.shape[1]):
+    rows, columns = log_probs.shape
+    if advantages.shape not in ((rows,), (rows, 1), (rows, columns)):
         raise InvalidInputError(
             f"advantages must be [B], [B, 1] or [B, T] for log_probs {tuple(log_probs.shape)}, "
             f"got {tuple(advantages.shape)}."
         )
-    return advantages
+    return advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
 
 
 def sequence_log_ratio(token_log_ratio: Tensor, response_mask: Tensor) -> Tensor:

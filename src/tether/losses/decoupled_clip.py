@@ -71,7 +71,7 @@ def decoupled_clip(
     check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "0.2 is usual")
     check_at_least("weight_cap", weight_cap, 0.0, "5 is usual, math.inf for none", above=True)
     proximal = _proximal(tokens, lag, proximal_log_probs)
-    weight = ratio_of(proximal - tokens.old_log_probs).clamp_max(weight_cap)
+    weight = ratio_of(proximal - _reachable(tokens)).clamp_max(weight_cap)
     ratio = ratio_of(tokens.log_probs - proximal)
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
@@ -89,7 +89,8 @@ def decoupled_clip(
 
 def _proximal(tokens: Tokens, lag: Tensor | float | None, log_probs: Tensor | None) -> Tensor:
     """[B, T], without gradient; nowhere so far below old that a new probability of 0 has no ratio to it."""
-    least = tokens.old_log_probs - LARGEST_LOG_RATIO
+    old = _reachable(tokens)
+    least = old - LARGEST_LOG_RATIO
     if log_probs is not None:
         if log_probs.shape != tokens.log_probs.shape:
             raise InvalidInputError(
@@ -103,7 +104,12 @@ def _proximal(tokens: Tokens, lag: Tensor | float | None, log_probs: Tensor | No
             "policy, or proximal_log_probs."
         )
     new = torch.maximum(tokens.log_probs.detach(), least)
-    return tokens.old_log_probs + _towards_new(tokens, lag) * (new - tokens.old_log_probs)
+    return old + _towards_new(tokens, lag) * (new - old)
+
+
+def _reachable(tokens: Tokens) -> Tensor:
+    """The old log-probabilities, nowhere so far below new that a sampler's 0 has no ratio to it."""
+    return torch.maximum(tokens.old_log_probs, tokens.log_probs.detach() - LARGEST_LOG_RATIO)
 
 
 def _towards_new(tokens: Tokens, lag: Tensor | float) -> Tensor | float:

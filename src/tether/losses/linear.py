@@ -15,7 +15,7 @@ from tether.losses.base import PolicyLoss
 from tether.losses.course import Course, Objective
 from tether.losses.project import Policy, check_shapes, project_tokens
 from tether.ops import HiddenStates, linear_log_probs, linear_trust_region
-from tether.ops.checks import check_ids, check_vocabulary_size, signed
+from tether.ops.checks import check_vocabulary_size, signed
 from tether.ops.one_pass import (
     WithGradients,
     blocks_of,
@@ -27,6 +27,7 @@ from tether.ops.policy_pair import check_heads
 from tether.ops.token_state import DIFFERENTIABLE, TokenState
 from tether.projection.backend import Backend
 from tether.projection.sparse import SparseLogProbs
+from tether.projection.support import check_ids
 from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import TROLLSettings, check_choice, check_kl_bound
 

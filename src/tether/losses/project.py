@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from tether.errors import InvalidInputError
 from tether.losses.sampler import Bound, bound_of_tokens, project_each_bound, seen_by_sampler
 from tether.ops import linear_trust_region
-from tether.ops.checks import check_ids
 from tether.ops.hidden_states import HiddenStates
 from tether.projection import (
     CategoricalProjection,
@@ -24,8 +24,9 @@ from tether.projection import (
 from tether.projection.sampled import SampledPolicy
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
+from tether.projection.support import check_ids
 from tether.projection.tokens import ProjectedTokens, put_back
-from tether.settings import Region, SparseSupport, TROLLSettings
+from tether.settings import Region, SparseSupport, TROLLSettings, check_choice
 
 Policy = Tensor | SparseLogProbs | HiddenStates
 """What is known of a policy at the tokens [B, T]: whole log-probabilities [B, T, V], those of a few ids with
@@ -61,7 +62,9 @@ def project_tokens(
             (of an old policy's hidden states they are not formed).
         kl_bound, region: as in `tether.project_categorical`. Bounds may differ by token, [B, T], or follow
             from the lag of a `SampledPolicy` (`LagBound`).
-        support: of sparse policies, as in `tether.project_sparse`.
+        support: of sparse policies, as in `tether.project_sparse`. With "paper" the sampled tokens'
+            log-probabilities are those of the renormalised supports, as in the paper's code, and
+            `log_probs` and `old_log_probs` are not looked at.
 
     Raises:
         InvalidInputError: shapes or forms that do not fit, a sampled token outside the old support, or what
@@ -77,12 +80,16 @@ def project_tokens(
         >>> bool(tokens.projected), round(tokens.projected_log_probs.exp().item(), 3)
         (True, 0.188)
     """
+    check_choice("region", region, get_args(Region))
+    check_choice("support", support, get_args(SparseSupport))
+    if support == "paper" and not (isinstance(new, SparseLogProbs) and isinstance(old, SparseLogProbs)):
+        _refuse_papers_support(new, old)
     counted = response_mask > 0
     check_shapes(new, old, response_ids, response_mask, log_probs=log_probs, old_log_probs=old_log_probs)
     response_ids = torch.where(counted, response_ids, 0)  # padding may be anything, -100 for example
     kl_bound = bound_of_tokens(kl_bound, old, response_mask)
     if isinstance(old, SampledPolicy):
-        _check_of_sampler(old, response_ids, counted, support)
+        _check_of_sampler(old, response_ids, counted)
         new, log_probs = seen_by_sampler(new, old, counted, log_probs)
         old_log_probs = old.log_probs if old_log_probs is None else old_log_probs
         old = old.support
@@ -221,6 +228,7 @@ def _regression(new: Tensor, projected: Tensor, where: Tensor) -> Tensor:
     Outcomes that the old policy, and so the projection, cannot produce are left out: their term is
     infinite, and no finite pull removes them.
     """
+    new = new.log_softmax(-1)  # numbers that were rounded to half precision have a mass off by a percent
     counted = where[..., None] & ~torch.isneginf(new) & ~torch.isneginf(projected)
     log_new = torch.where(counted, new, 0.0)
     terms = log_new.exp() * (log_new - torch.where(counted, projected, 0.0))
@@ -247,13 +255,18 @@ def _blank(distribution: SparseLogProbs, counted: Tensor, support: SparseSupport
     )
 
 
-def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor, support: SparseSupport) -> None:
-    if support == "paper":
-        raise InvalidInputError(
-            'support="paper" gives ids outside the support an invented probability; a sampler\'s report '
-            "knows "
-            'their exact mass. Use support="bucket".'
-        )
+def _refuse_papers_support(new: Policy, old: Policy | SampledPolicy) -> None:
+    if isinstance(old, SampledPolicy):
+        known = "a sampler's report knows their exact mass"
+    else:
+        known = f"new and old are not both SparseLogProbs ({type(new).__name__} and {type(old).__name__})"
+    raise InvalidInputError(
+        f'support="paper" gives ids outside the support an invented probability, and {known}. Use '
+        'support="bucket".'
+    )
+
+
+def _check_of_sampler(old: SampledPolicy, ids: Tensor, counted: Tensor) -> None:
     if bool((counted & (old.sampled_ids != ids)).any()):
         row, position = (int(i) for i in (counted & (old.sampled_ids != ids)).nonzero()[0])
         raise InvalidInputError(
@@ -273,6 +286,7 @@ def check_shapes(
             f"response_ids and response_mask must both be [B, T], got {tuple(ids.shape)} and "
             f"{tuple(mask.shape)}."
         )
+    check_ids(ids, 0, name="response_ids")  # their type: which there may be, the policies know
     for name, policy in (("new", new), ("old", old)):
         rows = policy if isinstance(policy, Tensor) else policy.rows
         if rows.shape[:-1] != ids.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops import linear_log_probs
-from tether.ops.checks import check_ids
 from tether.ops.hidden_states import HiddenStates
 from tether.projection.sampled import SampledPolicy
 from tether.projection.sparse import SparseLogProbs
+from tether.projection.support import check_ids
 from tether.projection.tokens import ProjectedTokens, put_back
 from tether.settings import LagBound, Region, is_number
 
@@ -90,7 +91,7 @@ def truncated_weights(
             ``rollout_importance_sampling_threshold``; `math.inf` for none.
 
     Raises:
-        InvalidInputError: a truncation that is not positive.
+        InvalidInputError: shapes that differ, or a truncation that is not positive.
 
     Source: the decoupled objective, PPO-EWMA (arXiv 2110.00641) and AReaL (arXiv 2505.24298); truncated
     importance sampling, Ionides, "Truncated importance sampling" (2008).
@@ -103,6 +104,11 @@ def truncated_weights(
     """
     if not (is_number(largest) and largest > 0):
         raise InvalidInputError(f"largest must be positive, got {largest!r}; 2 is usual, math.inf for none.")
+    if not log_probs.shape == sampler_log_probs.shape == mask.shape:
+        raise InvalidInputError(
+            "log_probs, sampler_log_probs and mask must have one shape, got "
+            f"{tuple(log_probs.shape)}, {tuple(sampler_log_probs.shape)} and {tuple(mask.shape)}."
+        )
     log_probs = log_probs.detach().to(torch.promote_types(log_probs.dtype, torch.float32))
     log_ratio = torch.where(mask > 0, log_probs - sampler_log_probs, 0.0)
     return torch.where(mask > 0, log_ratio.exp().clamp_max(largest), 1.0)
@@ -167,6 +173,12 @@ def project_each_bound(
             chosen = _whole_sequences(chosen, counted)
         parts.append((chosen, _project_some(project, chosen, policies, response_ids, log_probs, old_log_probs,
                                             region, kl_bound=value)))  # fmt: skip
+    if any(part.projected_kl is not None for _, part in parts):
+        # Under an infinite bound it is not formed: nothing was projected there.
+        parts = [
+            (chosen, part if part.projected_kl is not None else replace(part, projected_kl=part.kl))
+            for chosen, part in parts
+        ]
     names = set.intersection(*(set(part.known()) for _, part in parts))
     return ProjectedTokens(
         **{name: _together([(c, part.known()[name]) for c, part in parts]) for name in names}

@@ -15,6 +15,7 @@ from tether.losses.project import Policy, project_tokens
 from tether.losses.sampler import Bound
 from tether.losses.tokens import ratio_of, read_tokens
 from tether.projection.sampled import SampledPolicy
+from tether.projection.solve import may_ask
 from tether.projection.sparse import SparseLogProbs
 from tether.projection.tokens import ProjectedTokens, masked_mean
 from tether.settings import Region, SparseSupport, TROLLSettings, check_alpha, check_choice
@@ -141,7 +142,7 @@ def troll_objective(
             another sampler or leave out tokens.
 
     Raises:
-        InvalidInputError: shapes that do not fit, or a negative alpha.
+        InvalidInputError: shapes that do not fit, a negative alpha, or tokens without `old_log_probs`.
 
     Source: TROLL (arXiv 2510.03817, eq. 5-7).
 
@@ -154,14 +155,23 @@ def troll_objective(
     """
     check_alpha(alpha)
     read = read_tokens(tokens.projected_log_probs, tokens.old_log_probs, advantages, response_mask)
+    # A NaN there would take the policy gradient out and leave the regression's: nothing would look broken.
+    if may_ask(read.old_log_probs) and bool(read.old_log_probs.isnan().any()):
+        raise InvalidInputError(
+            "The old policy's log-probabilities of sampled tokens are NaN. If nobody computed them, pass "
+            "old_log_probs to project_tokens; or its network overflowed."
+        )
     ratio = read.ratio
     check_choice("ratio_level", ratio_level, get_args(RatioLevel))
     if ratio_level == "sequence":
         ratio = ratio_of(sequence_log_ratio(read.log_ratio, response_mask))
     token_loss = -ratio * read.advantages
     if policy_weights is not None:
-        if policy_weights.dim() != 2:
-            raise InvalidInputError(f"policy_weights must be [B, T], got {tuple(policy_weights.shape)}.")
+        if policy_weights.shape != response_mask.shape:
+            raise InvalidInputError(
+                f"policy_weights must be [B, T] = {tuple(response_mask.shape)}, got "
+                f"{tuple(policy_weights.shape)}."
+            )
         token_loss = token_loss * policy_weights
     if alpha > 0:
         token_loss = token_loss + alpha * tokens.regression

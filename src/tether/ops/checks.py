@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.projection.solve import may_ask
-from tether.projection.sparse import EMPTY
 from tether.settings import check_support_size
 
 
@@ -45,25 +42,6 @@ def check_vocabulary_size(vocabulary_size: int | None, rows: int, whose: str = "
     if vocabulary_size is not None and not 1 <= vocabulary_size <= (rows or vocabulary_size):
         raise InvalidInputError(
             f"vocabulary_size must lie in [1, {rows}], the rows of {whose}, got {vocabulary_size!r}."
-        )
-
-
-def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY, name: str = "ids") -> None:
-    """Refuse what is no integer in [0, vocabulary), but for empty slots where `lowest` is theirs.
-
-    A vocabulary of 0 is a head that is empty at rest: nothing is known of it. An accelerator is not asked.
-    """
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InvalidInputError(
-            f"{name} must be integers, got {ids.dtype}. They are indices, not a mask of them."
-        )
-    if not (may_ask(ids) and ids.numel() and vocabulary):
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if least < lowest or most >= vocabulary:
-        empty = f" or be {EMPTY} for an empty slot" if lowest == EMPTY else ""
-        raise InvalidInputError(
-            f"{name} must lie in [0, {vocabulary}){empty}; found {least if least < lowest else most}."
         )
 
 

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from tether.ops import rows as plain_rows
-from tether.ops.checks import check_gather, check_ids, check_vocabulary_size, signed
+from tether.ops.checks import check_gather, check_vocabulary_size, signed
 from tether.ops.head import Head, HeadGradients
 from tether.ops.memory import KEPT, WORKSPACE, tokens_at_a_time
 from tether.ops.rows import Reduced, Upstream, gather_upstream
 from tether.projection.backend import Backend, use_triton
 from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
+from tether.projection.support import check_ids
 
 
 @dataclass(frozen=True)

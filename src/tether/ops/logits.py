@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops.checks import check_ids, signed
+from tether.ops.checks import signed
 from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.ops.top_k import top_k_by_groups
 from tether.projection.first_derivative import first_derivative
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY
+from tether.projection.support import check_ids
 from tether.settings import check_support_size
 
 # Logits widened to float32 at a time, in elements: 64 MiB.

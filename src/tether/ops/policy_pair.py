@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tether.errors import InvalidInputError
 from tether.ops import memory
-from tether.ops.checks import check_bias, check_ids, check_vocabulary_size, check_weight
+from tether.ops.checks import check_bias, check_vocabulary_size, check_weight
 from tether.ops.head import VOCABULARY_BLOCK, Head
 from tether.ops.hidden_states import HiddenStates
 from tether.ops.memory import tokens_at_a_time
 from tether.ops.rows import keep_rows
 from tether.projection.solve import may_ask
+from tether.projection.support import check_ids
 
 # Logits of one policy a CPU takes through all passes of a projection at a time: 1 MiB of float32. More rows
 # share the overhead of what is done once a block, fewer fit its cache together with the temporaries.
@@ -227,8 +228,12 @@ def check_pair(
         raise InvalidInputError(
             f"old_support must be [{rows[0]}, K], a row a token, got {tuple(old.support.ids.shape)}."
         )
-    if sequences is not None and sequences.shape != rows:
-        raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(sequences.shape)}.")
+    if sequences is not None:
+        if sequences.shape != rows:
+            raise InvalidInputError(f"sequences must be [{rows[0]}], got {tuple(sequences.shape)}.")
+        check_ids(sequences, 0, name="sequences")
+        if may_ask(sequences) and bool((sequences < 0).any()):
+            raise InvalidInputError(f"sequences must count from 0 on, got {int(sequences.min())}.")
     check_ids(ids, vocabulary_size or weight.shape[0], lowest=0)
 
 

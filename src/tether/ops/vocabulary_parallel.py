@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tether.errors import InvalidInputError
-from tether.ops.checks import check_gather, check_ids, check_vocabulary_size
+from tether.ops.checks import check_gather, check_vocabulary_size
 from tether.ops.head import Head
 from tether.ops.linear import LinearLogProbs, evaluate, wide_enough
 from tether.ops.rows import Reduced
@@ -23,6 +23,7 @@ from tether.ops.shards import VocabularyShard, merge_top_k
 from tether.projection.backend import Backend
 from tether.projection.first_derivative import first_derivative
 from tether.projection.sparse import EMPTY
+from tether.projection.support import check_ids
 
 
 def linear_log_probs(

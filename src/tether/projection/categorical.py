@@ -68,6 +68,8 @@ def project_categorical(
     projected probability is zero there. Where the new probability is zero, the projection is the
     limit of ever smaller new probabilities.
 
+    `torch.func` (grad, vmap) does not go through it: give it batches, and take gradients with autograd.
+
     Args:
         log_probs: new log-probabilities, [..., V]; for sequences [..., T, V].
         old_log_probs: old log-probabilities, same shape.

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tether.errors import InvalidInputError
 from tether.projection.solve import may_ask
 
 # Elements of a block that a CPU core's cache holds together with the temporaries of one evaluation.
@@ -19,12 +20,20 @@ def kl_categorical(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     Rows are normalised on the way, so a constant added to a row changes nothing. A probability too
     small for the precision counts as zero. float32 at least; differentiable.
 
+    Raises:
+        InvalidInputError: rows of different vocabularies, or of none.
+
     Example:
         >>> import torch
         >>> new, old = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
         >>> round(kl_categorical(new, old).item(), 4)
         0.1438
     """
+    if log_probs.shape[-1:] != old_log_probs.shape[-1:] or not log_probs.shape[-1:].numel():
+        raise InvalidInputError(
+            "log_probs and old_log_probs must have the same last dimension, V >= 1, got "
+            f"{tuple(log_probs.shape)} and {tuple(old_log_probs.shape)}."
+        )
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, old_log_probs.dtype), torch.float32)
     log_new, log_old = _normalised(log_probs.to(dtype)), _normalised(old_log_probs.to(dtype))
     # 0 log(0/q) = 0 even for q = 0. The inner where keeps the gradient from seeing -inf.

@@ -74,7 +74,9 @@ def project_gaussian(
     With an `entropy_bound` the projected covariance is widened, shape kept, to at least that entropy. It
     comes last: if it widens, the covariance may leave the trust region by that much.
 
-    Leading dimensions broadcast. One covariance [W, W] for a batch of means [B, W] is projected once.
+    Leading dimensions broadcast. One covariance [W, W] for a batch of means [B, W] is projected once. Results
+    are float32 at least: half precision rounds a policy out of its region. `torch.func.vmap` does not go
+    through it.
 
     Args:
         mean, old_mean: [..., W], same shape.
@@ -85,7 +87,8 @@ def project_gaussian(
 
     Raises:
         InvalidInputError: shapes that do not fit, a bound that is not positive, NaN, a factor that is
-            not lower triangular with a positive diagonal, an unknown method.
+            not lower triangular with a positive diagonal, an unknown method, an entropy bound that is not
+            finite.
 
     Source: trust region layers (arXiv 2101.09207, section 4 and appendix B).
 
@@ -99,6 +102,7 @@ def project_gaussian(
         (0.05, 0.01)
     """
     _check(mean, scale_tril, old_mean, old_scale_tril, mean_bound, cov_bound, method, matrix=True)
+    mean, scale_tril = _at_least_float32(mean), _at_least_float32(scale_tril)
     old_mean, old_scale_tril = old_mean.detach(), old_scale_tril.detach()
     distance = _whiten(mean.double() - old_mean.double(), old_scale_tril.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
@@ -156,6 +160,7 @@ def project_diagonal_gaussian(
         [1.0583, 1.0583, 1.0583]
     """
     _check(mean, scale, old_mean, old_scale, mean_bound, cov_bound, method, matrix=False)
+    mean, scale = _at_least_float32(mean), _at_least_float32(scale)
     old_mean, old_scale = old_mean.detach(), old_scale.detach()
     distance = ((mean.double() - old_mean.double()) / old_scale.double()).square().sum(-1)
     projected_mean, mean_kl, mean_projected = _project_mean(mean, old_mean, distance, mean_bound, method)
@@ -182,8 +187,8 @@ def kl_gaussian(
 ) -> tuple[Tensor, Tensor]:
     """KL(new ‖ old) in nats as its two parts: of the mean and of the covariance; their sum is the whole.
 
-    Differentiable in all four, computed in float64, returned in the inputs' precision. Shapes as in
-    `project_gaussian`, old covariances broadcast.
+    Differentiable in all four, computed in float64, returned in the inputs' precision, float32 at least.
+    Shapes as in `project_gaussian`, old covariances broadcast.
 
     Example:
         >>> import torch
@@ -191,7 +196,7 @@ def kl_gaussian(
         >>> [round(part.item(), 4) for part in parts]
         [0.25, 0.6363]
     """
-    dtype = torch.promote_types(mean.dtype, scale_tril.dtype)
+    dtype = _wider(torch.promote_types(mean.dtype, scale_tril.dtype))
     old = old_scale_tril.double()
     mean_part = 0.5 * _whiten(mean.double() - old_mean.double(), old).square().sum(-1)
     factor = torch.linalg.solve_triangular(old, scale_tril.double(), upper=False)
@@ -209,7 +214,7 @@ def kl_diagonal_gaussian(
         >>> [round(part.item(), 4) for part in parts]
         [0.25, 0.6363]
     """
-    dtype = torch.promote_types(mean.dtype, scale.dtype)
+    dtype = _wider(torch.promote_types(mean.dtype, scale.dtype))
     old = old_scale.double()
     mean_part = 0.5 * ((mean.double() - old_mean.double()) / old).square().sum(-1)
     return mean_part.to(dtype), kl_of_scales(scale.double() / old).to(dtype)
@@ -257,6 +262,11 @@ def _whiten(rows: Tensor, factor: Tensor) -> Tensor:
 
 def _widen(scale: Tensor, entropy: Tensor, least: float | Tensor, size: int, matrix_dims: int) -> Tensor:
     """Multiply every standard deviation alike where the entropy is below `least`."""
+    if not (is_number(least) or (isinstance(least, Tensor) and _broadcasts(least.shape, entropy.shape))):
+        got = tuple(least.shape) if isinstance(least, Tensor) else repr(least)
+        raise InvalidInputError(
+            f"entropy_bound must be a number or one a covariance, {tuple(entropy.shape)}, got {got}."
+        )
     missing = torch.as_tensor(least, dtype=entropy.dtype, device=entropy.device) - entropy
     if not bool(torch.isfinite(missing).all()):
         raise InvalidInputError(f"entropy_bound must be finite, got {least!r}. Use None for no bound.")
@@ -266,6 +276,14 @@ def _widen(scale: Tensor, entropy: Tensor, least: float | Tensor, size: int, mat
 
 
 # ------------------------------------------------------------------------------------ shapes, checks
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(_wider(values.dtype))
 
 
 @dataclass(frozen=True)
@@ -328,7 +346,8 @@ def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> N
     if not scale.is_floating_point():
         raise InvalidInputError(f"{name} must be floating point, got {scale.dtype}.")
     trailing, wanted = (2, "[..., W, W]") if matrix else (1, "[..., W]")
-    if scale.shape[-trailing:] != (size,) * trailing or not _broadcasts(scale.shape[:-trailing], mean):
+    leading = scale.shape[:-trailing]
+    if scale.shape[-trailing:] != (size,) * trailing or not _broadcasts(leading, mean.shape[:-1]):
         raise InvalidInputError(
             f"{name} must be {wanted} with leading dimensions that broadcast to the mean's "
             f"{tuple(mean.shape)}, got {tuple(scale.shape)}."
@@ -346,8 +365,8 @@ def _check_scale(prefix: str, scale: Tensor, mean: Tensor, *, matrix: bool) -> N
         )
 
 
-def _broadcasts(leading: torch.Size, mean: Tensor) -> bool:
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     try:
-        return torch.broadcast_shapes(leading, mean.shape[:-1]) == mean.shape[:-1]
+        return torch.broadcast_shapes(shape, to) == to
     except RuntimeError:  # torch's way of saying that shapes do not broadcast
         return False

@@ -320,7 +320,7 @@ def _project_frobenius(factor: Tensor, old: Tensor, bound: float) -> tuple[Tenso
     change = factor.double() @ factor.double().mT - old_cov
     distance = change.square().sum((-1, -2))
     active = distance > bound
-    step = (bound / torch.where(active, distance, 1.0)).sqrt()[:, None, None]
+    step = torch.where(active, bound / torch.where(active, distance, 1.0), 0.0).sqrt()[:, None, None]
     # Rows inside the bound are not factored: their covariance may be singular to rounding.
     identity = torch.eye(factor.shape[-1], dtype=old_cov.dtype, device=factor.device)
     moved = torch.where(active[:, None, None], old_cov + step * change, identity)

@@ -358,7 +358,10 @@ def _refuse_wrong_mass(log_probs: Tensor, counted: Tensor, truncated: bool, prec
     off = (mass - 1).abs() if truncated else mass - 1
     if not bool((counted & (off > _ARITHMETIC)).any()):
         return  # the rounding of each log-probability, which only allows more, need not be known
-    surprise = (probs * torch.where(probs > 0, log_probs.double(), 0.0)).sum(-1).abs()
+    # Of probabilities: what is far above 1 may not allow itself.
+    surprise = (
+        (probs.clamp_max(1) * torch.where(probs > 0, log_probs.double(), 0.0).clamp_max(0)).sum(-1).abs()
+    )
     allowed = _ARITHMETIC + precision / 2 * surprise
     _refuse(
         counted & (mass > 1 + allowed),

@@ -19,7 +19,14 @@ from tether.projection.backend import Backend
 from tether.projection.categorical import project_categorical
 from tether.projection.divergence import log1mexp
 from tether.projection.solve import may_ask
-from tether.projection.support import EMPTY, append_kept_id, select_support, trim_to_mass, union_of_ids
+from tether.projection.support import (
+    EMPTY,
+    append_kept_id,
+    check_ids,
+    select_support,
+    trim_to_mass,
+    union_of_ids,
+)
 from tether.settings import Region, SparseSupport, TROLLSettings, check_choice
 
 #: The probability the TROLL paper's code gives to every id it dropped.
@@ -80,7 +87,8 @@ class SparseLogProbs:
             K = min(top_k, V) slots, and one more if `keep_ids` is given.
 
         Raises:
-            InvalidInputError: top_k < 1, mass outside (0, 1], NaN or inf among the logits, or a row of -inf.
+            InvalidInputError: top_k < 1, mass outside (0, 1], keep_ids of another shape or outside of the
+                vocabulary, NaN or inf among the logits, or a row of -inf.
         """
         ids = select_support(logits.detach(), top_k, mass=mass, keep_ids=keep_ids)
         return cls.at_ids(logits, ids)
@@ -90,7 +98,15 @@ class SparseLogProbs:
         """The distribution of dense logits [..., V] seen from given ids [..., K], differentiable.
 
         Equals ``logits.log_softmax(-1).gather(-1, ids)`` and the log-sum of what was not gathered.
+
+        Raises:
+            InvalidInputError: ids that do not fit the logits, NaN or inf among these, or a row of -inf.
         """
+        if ids.shape[:-1] != logits.shape[:-1]:
+            raise InvalidInputError(
+                f"ids must be [..., K] for logits {tuple(logits.shape)}, got {tuple(ids.shape)}."
+            )
+        check_ids(ids, logits.shape[-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = logits.detach().amax(-1, keepdim=True)
         _refuse_rows_of_no_distribution(largest)

@@ -6,11 +6,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tether.errors import InvalidInputError
 from tether.projection.solve import may_ask
 from tether.settings import check_support_size
 
 #: Marks a slot of ids that holds nothing.
 EMPTY = -1
+
+
+def check_ids(ids: Tensor, vocabulary: int, *, lowest: int = EMPTY, name: str = "ids") -> None:
+    """Refuse what is no integer in [0, vocabulary), but for empty slots where `lowest` is theirs.
+
+    A vocabulary of 0 is a head that is empty at rest: nothing is known of it. An accelerator is not asked.
+    """
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InvalidInputError(
+            f"{name} must be integers, got {ids.dtype}. They are indices, not a mask of them."
+        )
+    if not (may_ask(ids) and ids.numel() and vocabulary):
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < lowest or most >= vocabulary:
+        empty = f" or be {EMPTY} for an empty slot" if lowest == EMPTY else ""
+        raise InvalidInputError(
+            f"{name} must lie in [0, {vocabulary}){empty}; found {least if least < lowest else most}."
+        )
 
 
 def select_support(
@@ -23,9 +43,15 @@ def select_support(
     the same ids as long as mass is 1.
 
     Raises:
-        InvalidInputError: top_k < 1 or mass outside (0, 1].
+        InvalidInputError: top_k < 1, mass outside (0, 1], or keep_ids that do not fit.
     """
     check_support_size(top_k, mass)
+    if keep_ids is not None:
+        if keep_ids.shape != logits.shape[:-1]:
+            raise InvalidInputError(
+                f"keep_ids must be one id a row, {tuple(logits.shape[:-1])}, got {tuple(keep_ids.shape)}."
+            )
+        check_ids(keep_ids.clamp_min(EMPTY), logits.shape[-1], name="keep_ids")
     ids = top_k_lowest_id(logits, min(top_k, logits.shape[-1]))
     if mass < 1.0:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

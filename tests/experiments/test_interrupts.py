@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tether.episodic.interrupts import Interrupts
+from tether.experiments.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _handlers_put_back() -> Iterator[None]:
 def test_a_noted_signal_is_passed_on_once_to_the_handler_there_was() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    with Interrupts(say=lambda message: None) as interrupts:
+    with Interrupts(lambda: None) as interrupts:
         signal.raise_signal(signal.SIGTERM)
         assert (interrupts.noted, heard) == (signal.SIGTERM, [])
         interrupts.pass_on()
@@ -34,7 +34,7 @@ def test_a_noted_signal_is_passed_on_once_to_the_handler_there_was() -> None:
 def test_what_is_ignored_stays_ignored() -> None:
     """As Ctrl-C is in what a shell runs in the background."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Interrupts(say=lambda message: None) as interrupts:
+    with Interrupts(lambda: None) as interrupts:
         signal.raise_signal(signal.SIGINT)
     assert interrupts.noted is None
 
@@ -43,7 +43,7 @@ def test_another_thread_is_told_of_no_signals() -> None:
     entered: list[bool] = []
 
     def work() -> None:
-        with Interrupts(say=lambda message: None):
+        with Interrupts(lambda: None):
             entered.append(True)
 
     before = signal.getsignal(signal.SIGTERM)

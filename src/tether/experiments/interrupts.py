@@ -13,20 +13,20 @@ class Interrupts:
     """Notes the first Ctrl-C or SIGTERM; the second interrupts at once.
 
     Args:
-        say: called with what there is to know when one is noted.
+        stop: called when one is noted, to say and do what there is to be done.
 
     Only the main thread is told of signals; in another this notes none, and nowhere those that are ignored.
 
-    >>> with Interrupts(say=print) as interrupts:
+    >>> with Interrupts(lambda: print("Stopping after this iteration.")) as interrupts:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     interrupts.noted == signal.SIGTERM
-    Stopping after this iteration, with a checkpoint. Again to stop at once without one.
+    Stopping after this iteration.
     True
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, stop: Callable[[], None]) -> None:
         self.noted: int | None = None
-        self._say = say
+        self._stop = stop
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -52,4 +52,4 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.__exit__()
         self.noted = number
-        self._say("Stopping after this iteration, with a checkpoint. Again to stop at once without one.")
+        self._stop()
