@@ -66,6 +66,7 @@ class Mismatch:
 
     def __init__(self) -> None:
         self._first: float | None = None  # difference after the first transfer
+        self._engine_began_alike = False  # with the weights that the trainer began with
 
     def measured(
         self, trainer: Any, tokens: int, mean: float, tolerance: Tolerance, *, comparable: bool = True
@@ -87,9 +88,10 @@ class Mismatch:
             StaleSamplerError: the mean difference exceeds the tolerance.
         """
         step, log = int(trainer.state.global_step), trainer.state.log_history
+        self._engine_began_alike |= step == 0
         if self._first is None:
             self._first = next((float(row[_LOGGED]) for row in log if _LOGGED in row), None)
-            if self._first is None and step > 0:
+            if self._first is None and not self._engine_began_alike:
                 tolerance = replace(tolerance, most=tolerance.usual)
         if comparable:
             trainer._metrics["train"][_LOGGED].append(mean)
