@@ -21,6 +21,7 @@ from tether.projection import (
     kl_categorical,
     project_categorical,
 )
+from tether.projection.divergence import normalised
 from tether.projection.sampled import SampledPolicy
 from tether.projection.solve import may_ask
 from tether.projection.sparse import EMPTY, on_one_support
@@ -113,11 +114,13 @@ def project_tokens(
         step, projected, converged = (value[:, None].expand_as(kl) for value in (step, projected, converged))
     projected = projected & counted
     certified, uncertain = _prove(new, old, kl, kl_bound, support, region)
+    # Whole distributions that were rounded to half precision have a mass that is off by a percent.
+    pulled = normalised(outcomes.new) if isinstance(new, Tensor) else outcomes.new
     return ProjectedTokens(
         new_log_probs=log_probs,
         old_log_probs=old_log_probs,
         projected_log_probs=torch.where(projected, outcomes.sampled(result.log_probs), log_probs),
-        regression=_regression(outcomes.new, result.log_probs.detach(), projected),
+        regression=_regression(pulled, result.log_probs.detach(), projected),
         kl=kl,
         projected_kl=None if math.isinf(kl_bound) else _projected_kl(result, outcomes, projected, kl),
         step=step,
@@ -228,7 +231,6 @@ def _regression(new: Tensor, projected: Tensor, where: Tensor) -> Tensor:
     Outcomes that the old policy, and so the projection, cannot produce are left out: their term is
     infinite, and no finite pull removes them.
     """
-    new = new.log_softmax(-1)  # numbers that were rounded to half precision have a mass off by a percent
     counted = where[..., None] & ~torch.isneginf(new) & ~torch.isneginf(projected)
     log_new = torch.where(counted, new, 0.0)
     terms = log_new.exp() * (log_new - torch.where(counted, projected, 0.0))

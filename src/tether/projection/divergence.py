@@ -35,7 +35,7 @@ def kl_categorical(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
             f"{tuple(log_probs.shape)} and {tuple(old_log_probs.shape)}."
         )
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, old_log_probs.dtype), torch.float32)
-    log_new, log_old = _normalised(log_probs.to(dtype)), _normalised(old_log_probs.to(dtype))
+    log_new, log_old = normalised(log_probs.to(dtype)), normalised(old_log_probs.to(dtype))
     # 0 log(0/q) = 0 even for q = 0. The inner where keeps the gradient from seeing -inf.
     zero = log_new.exp() == 0
     terms = torch.where(zero, 0.0, log_new).exp() * torch.where(zero, 0.0, log_new - log_old)
@@ -43,7 +43,7 @@ def kl_categorical(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return terms.sum(-1).clamp_min(0)
 
 
-def _normalised(logits: Tensor) -> Tensor:
+def normalised(logits: Tensor) -> Tensor:
     """log_softmax, whose own sum over 10^5 outcomes is off by up to 1e-4 in float32."""
     shifted = logits - logits.detach().amax(-1, keepdim=True)
     return shifted - shifted.logsumexp(-1, keepdim=True)
