@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -32,6 +33,10 @@ providers._get_local_constants = lambda: _no_constants
 
 # One thread, or as many as the environment asks for (`make test-portable` asks for one and for two).
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton's kernels are interpreted. Triton asks when a kernel is defined.
 if not torch.cuda.is_available():

@@ -164,7 +164,7 @@ def test_another_batchs_old_policy_is_refused() -> None:
     projection = project_on_old_policy(case.new, case.sampled, old, rows=case.rows)
     with pytest.raises(InvalidInputError, match=r"advantages must be \(11,\)"):
         troll_token_losses(projection, case.advantages[:5])
-    with pytest.raises(InvalidInputError, match="alpha must not be negative"):
+    with pytest.raises(InvalidInputError, match="alpha must be finite and not negative"):
         troll_token_losses(projection, case.advantages, alpha=-0.5)
 
 

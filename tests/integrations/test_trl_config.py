@@ -37,9 +37,9 @@ def _config(tmp_path: Path, **overrides: Any) -> TROLLConfig:
         ({"troll_kl_bound": 0.0}, "0.05 is the paper's"),
         ({"troll_kl_bound": -0.1}, "0.05 is the paper's"),
         ({"troll_kl_bound": math.nan}, "0.05 is the paper's"),
-        ({"troll_alpha": -1.0}, "must not be negative"),
-        ({"troll_alpha": math.inf}, "must not be negative"),
-        ({"troll_alpha": math.nan}, "must not be negative"),
+        ({"troll_alpha": -1.0}, "must be finite and not negative"),
+        ({"troll_alpha": math.inf}, "must be finite and not negative"),
+        ({"troll_alpha": math.nan}, "must be finite and not negative"),
         ({"troll_top_k": 0}, "64 is the paper's"),
         ({"troll_top_k": 2.5}, "an integer of at least 1"),
         (
