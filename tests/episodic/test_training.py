@@ -373,9 +373,11 @@ def test_trackers_get_a_robots_numbers(tmp_path: Path) -> None:
             assert found == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows], name
 
 
-def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path) -> None:
+def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="episodes: 4 then, 5 now"):
         train(tiny(episodes=5), uninterrupted, resume=True)
+    # Before environments are made, which may take long.
+    monkeypatch.setattr("tether.episodic.train.EpisodeSampler", None)
     with pytest.raises(CheckpointError, match="already holds a finished run"):
         train(tiny(), uninterrupted)
 

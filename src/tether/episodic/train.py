@@ -27,6 +27,7 @@ from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_ev
 from tether.experiments.checkpoints import Checkpoint, find_damage
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.interrupts import Interrupts
+from tether.experiments.run_start import check_target
 from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
@@ -77,6 +78,7 @@ def train(
     """
     check_training_seed(config.seed)
     check_trackers(trackers)
+    check_target(Path(out), resume)  # before environments are made, which may take long
     torch.set_num_threads(config.learner_threads)
     settings = config.as_dict()
     seed = settings.pop("seed")
