@@ -19,7 +19,7 @@ from step_back_policy import BUDGET, Policy
 from tether import step_back
 from tether.errors import InvalidInputError, TetherError, TetherWarning
 from tether.step_back import Statistic, StepBack, StepBackResult
-from tether.step_back_search import CONTENT, LineSearch
+from tether.step_back_search import CONTENT, PASSES, LineSearch
 
 
 def of_tokens(statistic: Statistic, kl: Tensor) -> float:
@@ -59,6 +59,24 @@ def test_four_passes_are_enough_for_ten_times_the_budget(statistic: Statistic, s
         if result.divergence_before <= 10 * BUDGET:
             assert result.divergence >= CONTENT * min(BUDGET, result.divergence_before)
         assert result.divergence <= BUDGET
+
+
+def test_four_passes_are_enough_where_the_divergence_saturates() -> None:
+    """Sixty times the budget away it hardly tells how far that is; little of the update is lost."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        old, change = torch.randn(2, 64, 16, generator=generator, dtype=torch.float64)
+
+        def divergence_at(t: float, old: Tensor = 2 * old, change: Tensor = 8 * change) -> float:
+            new = (old + t * change).log_softmax(-1)
+            return float((new.exp() * (new - old.log_softmax(-1))).sum(-1).mean())
+
+        search = LineSearch(BUDGET, divergence_at(1.0))
+        for measured in range(1, PASSES):
+            if not search.content:
+                t = search.propose(last=measured == PASSES - 1)
+                search.note(t, divergence_at(t))
+        assert search.divergence >= CONTENT * BUDGET
 
 
 @pytest.mark.parametrize("passes", [2, 3, 4])

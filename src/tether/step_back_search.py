@@ -22,7 +22,8 @@ class LineSearch:
 
     Only measured points count. Between two of them, one within the budget and one not, sqrt(divergence) is
     taken to be linear, which it is to first order in t. While none but 0 is within, the two nearest that
-    are not tell whether it rises more slowly than t, as a divergence does that saturates.
+    are not tell whether it rises more slowly than t, as a divergence does that saturates; half of that is
+    believed, because nearer to 0 it saturates less.
 
     Args:
         budget: what must not be exceeded.
@@ -74,7 +75,8 @@ class LineSearch:
             elif math.isfinite(root):
                 power = 0.0  # no nearer to the budget for having gone back
         # No further in a pass than to a thousandth: 0 itself is not to be measured.
-        return max((self._goal / far_root) ** (1 / min(max(power, 0.25), 1.0)), 1e-3)
+        exponent = (1 + 1 / min(max(power, 0.25), 1.0)) / 2
+        return max((self._goal / far_root) ** exponent, 1e-3)
 
     def note(self, t: float, divergence: float) -> None:
         """Take in what was measured at the point proposed."""
