@@ -19,13 +19,9 @@ from tether.integrations import trl_async_worker
 from tether.integrations.trl_async_worker import RecordingLoop
 
 
-class _Quiet(RecordingLoop):
-    """What a loop does before TRL's part of it."""
-
-
 def _start_and_wait(ready: Any, asked: Any, answered: Any) -> None:
     async_rollout_worker._AsyncRolloutLoop.__init__ = lambda *_, **__: None
-    _Quiet(report_top_k=6, tools=[print], processing_class=None)
+    RecordingLoop(report_top_k=6, tools=[print], processing_class=None)
     ready.set()
     asked.wait()
     # What it starts, a sandbox for instance, heeds them as usual.

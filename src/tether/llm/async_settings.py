@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from tether.errors import ConfigError
@@ -71,8 +70,7 @@ def _check_not_async(config: Any) -> None:
             f"vllm_port={config.vllm_port} is of the server that rollouts='vllm-async' starts; got "
             f"rollouts={config.rollouts!r}."
         )
-    usual = next(field.default for field in fields(config) if field.name == "max_lag")
-    if config.max_lag != usual:
+    if config.max_lag != type(config).max_lag:
         raise ConfigError(
             f"max_lag={config.max_lag} is of rollouts='vllm-async'; got rollouts={config.rollouts!r}, in "
             "turns with updates. For stale data on purpose set lag."

@@ -83,9 +83,8 @@ class MetricsCallback(TrainerCallback):
         self._progress = progress
         self._asynchronous = config.rollouts == "vllm-async"
         #: Responses that a logged share is of.
-        self._responses = config.prompts_per_rollout * config.responses_per_prompt
-        if self._asynchronous:
-            self._responses = config.responses_per_update
+        of_batch = config.prompts_per_rollout * config.responses_per_prompt
+        self._responses = config.responses_per_update if self._asynchronous else of_batch
         self._meter = meter
         self._taken: dict[str, float] = {}
 

@@ -70,8 +70,10 @@ def decoupled_clip(
     check_at_least("clip_ratio_low", clip_ratio_low, 0.0, "0.2 is usual")
     check_at_least("clip_ratio_high", clip_ratio_high, 0.0, "0.2 is usual")
     check_at_least("weight_cap", weight_cap, 0.0, "5 is usual, math.inf for none", above=True)
-    proximal = _proximal(tokens, lag, proximal_log_probs)
-    weight = ratio_of(proximal - _reachable(tokens)).clamp_max(weight_cap)
+    # Nowhere so far below new that a probability of 0, as a sampler may round it to, has no ratio to it.
+    old = torch.maximum(tokens.old_log_probs, tokens.log_probs.detach() - LARGEST_LOG_RATIO)
+    proximal = _proximal(tokens, old, lag, proximal_log_probs)
+    weight = ratio_of(proximal - old).clamp_max(weight_cap)
     ratio = ratio_of(tokens.log_probs - proximal)
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * tokens.advantages
@@ -87,9 +89,8 @@ def decoupled_clip(
     return PolicyLoss(loss, metrics)
 
 
-def _proximal(tokens: Tokens, lag: Tensor | float | None, log_probs: Tensor | None) -> Tensor:
+def _proximal(tokens: Tokens, old: Tensor, lag: Tensor | float | None, log_probs: Tensor | None) -> Tensor:
     """[B, T], without gradient; nowhere so far below old that a new probability of 0 has no ratio to it."""
-    old = _reachable(tokens)
     least = old - LARGEST_LOG_RATIO
     if log_probs is not None:
         if log_probs.shape != tokens.log_probs.shape:
@@ -105,11 +106,6 @@ def _proximal(tokens: Tokens, lag: Tensor | float | None, log_probs: Tensor | No
         )
     new = torch.maximum(tokens.log_probs.detach(), least)
     return old + _towards_new(tokens, lag) * (new - old)
-
-
-def _reachable(tokens: Tokens) -> Tensor:
-    """The old log-probabilities, nowhere so far below new that a sampler's 0 has no ratio to it."""
-    return torch.maximum(tokens.old_log_probs, tokens.log_probs.detach() - LARGEST_LOG_RATIO)
 
 
 def _towards_new(tokens: Tokens, lag: Tensor | float) -> Tensor | float:
