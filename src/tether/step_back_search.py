@@ -16,14 +16,16 @@ PASSES = 4
 #: The least share of the budget that a search is content with, while it has passes left.
 CONTENT = 0.8
 
+#: The part of the budget that a point aims to use, and the least that one within is taken to use.
+_AIM, _SMALLEST = (1 + CONTENT) / 2, 1e-6
+
 
 class LineSearch:
     """The largest t in [0, 1) at which a divergence that is 0 at 0 and too large at 1 is within a budget.
 
-    Only measured points count. Between two of them, one within the budget and one not, sqrt(divergence) is
-    taken to be linear, which it is to first order in t. While none but 0 is within, the two nearest that
-    are not tell whether it rises more slowly than t, as a divergence does that saturates; half of that is
-    believed, because nearer to 0 it saturates less.
+    Only measured points count. Through two of them t**2 / divergence is taken to be linear in t: it is
+    constant while the divergence is quadratic, as every KL is near 0, and rises where it saturates. The
+    two are those nearest to the budget on its sides; while none but 0 is within, the two nearest outside.
 
     Args:
         budget: what must not be exceeded.
@@ -40,9 +42,8 @@ class LineSearch:
 
     def __init__(self, budget: float, before: float) -> None:
         self._budget = budget
-        self._goal = math.sqrt(budget * (1 + CONTENT) / 2)
-        #: Outside the budget, from the first to the nearest: (t, sqrt(divergence)).
-        self._outside = [(1.0, math.sqrt(before))]
+        #: Outside the budget, from the first to the nearest: (t, t**2 / divergence in budgets).
+        self._outside = [(1.0, budget / before)]
         self.kept = 0.0
         """The largest point found within the budget."""
         self.divergence = 0.0
@@ -55,35 +56,41 @@ class LineSearch:
 
     def propose(self, *, last: bool = False) -> float:
         """Where to measure next; more cautiously if nothing is found and there will be no other chance."""
-        far, far_root = self._outside[-1]
-        near, near_root = self.kept, math.sqrt(self.divergence)
-        if near == 0.0:
-            t = far * self._share_of(far_root)
-            return t / 2 if last else t
-        share = (self._goal - near_root) / (far_root - near_root) if math.isfinite(far_root) else 0.0
-        return near + (far - near) * min(max(share, 0.1), 0.9)
+        far, far_curve = self._outside[-1]
+        if self.kept == 0.0:
+            # 0 itself is not to be measured.
+            return max(self._nearer(_AIM / 2 if last else _AIM), far / 1000)
+        near = self.kept
+        # A divergence that rounding made 0 says no more than that it is small.
+        near_curve = near**2 / max(self.divergence / self._budget, _SMALLEST)
+        slope = (far_curve - near_curve) / (far - near)
+        t = _crossing(near_curve - slope * near, slope, _AIM)
+        return min(max(t, near + 0.01 * (far - near)), near + 0.9 * (far - near))
 
-    def _share_of(self, far_root: float) -> float:
-        """How much of the way from 0 to the nearest point outside."""
-        if not math.isfinite(far_root):
-            return 0.1
-        power = 1.0
+    def _nearer(self, aim: float) -> float:
+        """Where this part of the budget is used, on the way from the nearest point outside to 0."""
+        far, far_curve = self._outside[-1]
+        if far_curve == 0.0:  # infinite there
+            return far / 10
+        at_zero = far_curve
         if len(self._outside) > 1:
-            (t, root), (closer, closer_root) = self._outside[-2:]
-            if math.isfinite(root) and closer_root < root:
-                power = math.log(root / closer_root) / math.log(t / closer)
-            elif math.isfinite(root):
-                power = 0.0  # no nearer to the budget for having gone back
-        # No further in a pass than to a thousandth: 0 itself is not to be measured.
-        exponent = (1 + 1 / min(max(power, 0.25), 1.0)) / 2
-        return max((self._goal / far_root) ** exponent, 1e-3)
+            beyond, beyond_curve = self._outside[-2]
+            line = far_curve - (beyond_curve - far_curve) / (beyond - far) * far
+            # Believed so far: a line that meets 0 sooner would leave next to nothing of the update.
+            at_zero = min(max(line, far_curve / 5), far_curve)
+        return _crossing(at_zero, (far_curve - at_zero) / far, aim)
 
     def note(self, t: float, divergence: float) -> None:
         """Take in what was measured at the point proposed."""
         if divergence <= self._budget:
             self.kept, self.divergence = t, divergence
         else:
-            self._outside.append((t, math.sqrt(divergence)))
+            self._outside.append((t, t**2 * self._budget / divergence))
+
+
+def _crossing(at_zero: float, slope: float, aim: float) -> float:
+    """Where t**2 / divergence = at_zero + slope * t and the divergence is this part of the budget."""
+    return (aim * slope + math.sqrt(max((aim * slope) ** 2 + 4 * aim * at_zero, 0.0))) / 2
 
 
 def check_step_back(budget: Any, statistic: Any, passes: Any) -> None:
