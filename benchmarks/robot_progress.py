@@ -5,7 +5,8 @@
     python benchmarks/robot_progress.py "metaworld-long-*-v3" --run bbrl-seed0 --steps 5 10 --per-run
     python benchmarks/robot_progress.py --page    # every such table of the page, its words in a comment above
 
-Runs are grids of benchmarks/results/robots/long.csv, of which one seed is read, or with --per-run several.
+Runs are grids of benchmarks/results/robots/long.csv, or else of off-policy.csv beside it. One seed of each is
+read, or with --per-run several.
 What training measured is a mean over the whole interval between two evaluations.
 """
 
@@ -25,7 +26,8 @@ from tether.experiments import StudyTable
 from tether.experiments.run_data import RunData
 from tether.kinds import KINDS
 
-TABLE = Path(__file__).parent / "results" / "robots" / "long.csv"
+_RESULTS = Path(__file__).parent / "results" / "robots"
+TABLES = (_RESULTS / "long.csv", _RESULTS / "off-policy.csv")
 PAGE = Path(__file__).parent.parent / "docs" / "episodic_results.md"
 ON_PAGE = re.compile(r"(<!-- robot_progress (?P<words>.+) -->\n\n)(?:\|.*\n)+")
 _MILLION = 1e6
@@ -197,13 +199,19 @@ def table(options: argparse.Namespace) -> str:
     return markdown_table(progress([run for (run,) in runs], of, columns, options.rows))
 
 
+def measured() -> dict[tuple[str, str], RunData]:
+    """Every run by the names of its grid and its own; the long one, where both tables have it."""
+    every = [run for table in reversed(TABLES) for run in StudyTable(table, KINDS).select()]
+    return {(run.path.parent.name, run.path.name): run for run in every}
+
+
 def chosen(pattern: str, names: Sequence[str]) -> list[list[RunData]]:
     """The runs of those names in each grid that a pattern such as "metaworld-long-*" fits, by algorithm.
 
     Raises:
         SystemExit: no grid has them all.
     """
-    runs = {(run.path.parent.name, run.path.name): run for run in StudyTable(TABLE, KINDS).select()}
+    runs = measured()
     grids = sorted({grid for grid, _ in runs if fnmatchcase(grid, pattern)})
     by_algo = [list(of) for _, of in groupby(names, lambda name: name.partition("-seed")[0])]
     found = [
@@ -213,7 +221,7 @@ def chosen(pattern: str, names: Sequence[str]) -> list[list[RunData]]:
         if all((grid, name) in runs for name in seeds)
     ]
     if not found:
-        raise SystemExit(f"{TABLE} has no {' and '.join(names)} of {pattern}.")
+        raise SystemExit(f"{TABLES[0]} and {TABLES[1].name} have no {' and '.join(names)} of {pattern}.")
     return found
 
 

@@ -49,6 +49,8 @@ def rows(runs: Grouped, long_runs: Grouped, wide_runs: Grouped) -> list[dict[str
     """Of runs by environment and algorithm; of long ones, which say what TCE ends at; of a wider region."""
     found = []
     for env, by_algo in runs.items():
+        if "tce" not in by_algo:
+            continue  # nothing to compare with that was evaluated as often
         ends = [run.evals[-1][headline_of(run)] for run in unchanged(long_runs[env])]
         wanted, learners = SHARE * float(np.mean(ends)), dict(by_algo)
         if env in wide_runs:

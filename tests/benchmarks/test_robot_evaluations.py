@@ -8,16 +8,14 @@ import pytest
 
 from benchmarks import robot_evaluations, robot_progress
 from tether.episodic.curves import markdown_table
-from tether.experiments import StudyTable
-from tether.kinds import KINDS
 
 
 def test_the_page_shows_every_evaluation_of_a_known_run() -> None:
     page = robot_progress.PAGE.read_text(encoding="utf-8")
     assert markdown_table(robot_evaluations.rows(robot_evaluations.kept())) in page
-    runs = StudyTable(robot_progress.TABLE, KINDS)
+    runs = robot_progress.measured()
     for one in robot_evaluations.kept():
-        (run,) = runs.select(one["grid"].partition(", rates")[0], one["run"])
+        run = runs[one["grid"].partition(", rates")[0], one["run"]]
         assert one["env"] == run.config.settings["env_id"]
         assert one["episodes"] == 304
 

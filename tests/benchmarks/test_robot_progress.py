@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import robot_progress
-from tether.experiments import StudyTable
 from tether.experiments.run_data import RunData
-from tether.kinds import KINDS
 
 PAGE = robot_progress.PAGE.read_text(encoding="utf-8")
 
@@ -37,7 +35,7 @@ def test_what_is_missing_is_said(words: list[str], capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def run() -> RunData:
-    one = StudyTable(robot_progress.TABLE, KINDS).select("hopper-jump-sparse-long-ours", "tce-seed0")[0]
+    one = robot_progress.measured()["hopper-jump-sparse-long-ours", "tce-seed0"]
     evals = [
         {"step": 20, "env_steps": 1_900_000, "success_greedy": 0.0625, "goal_distance_greedy": 0.034},
         {"step": 40, "env_steps": 4_100_000, "success_greedy": 1.0, "goal_distance_greedy": 1.26},
@@ -89,7 +87,7 @@ def test_a_pattern_chooses_grids_that_have_all_the_runs() -> None:
     found = robot_progress.chosen("metaworld-long-*-v3", ["tce-seed1", "tce-seed2", "bbrl-seed0"])
     assert len({run.path.parent.name for seeds in found for run in seeds}) == 10
     assert sorted({len(seeds) for seeds in found}) == [1, 2]
-    with pytest.raises(SystemExit, match="has no tce-seed9 of metaworld-long-reach-v3"):
+    with pytest.raises(SystemExit, match="have no tce-seed9 of metaworld-long-reach-v3"):
         robot_progress.chosen("metaworld-long-reach-v3", ["tce-seed9"])
 
 

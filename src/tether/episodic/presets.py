@@ -55,6 +55,7 @@ add_variant("box-pushing-sparse-bbrl-long", "box-pushing-sparse-long", vetted.bo
 add_variant("box-pushing-dense-bbrl-quick", "box-pushing-dense-quick", vetted.box_bbrl)
 add_variant("box-pushing-fixed-start-bbrl-quick", "box-pushing-fixed-start-quick", vetted.box_bbrl)
 add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", vetted.box_bbrl)
+add_variant("box-pushing-dense-toperl", "box-pushing-dense-long", vetted.box_toperl)
 add_variant("hopper-jump-bbrl", "hopper-jump-paper", vetted.hopper_bbrl)
 add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", vetted.hopper_bbrl)
 add_variant("hopper-jump-sparse-bbrl", "hopper-jump-sparse-paper", vetted.hopper_bbrl)

@@ -19,6 +19,7 @@ from tether.episodic.config import (
 from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
+from tether.episodic.segment_critic import SegmentCriticConfig
 
 # Learning rates fell to a hundredth over this many iterations wherever no other number was configured,
 # however long the training was.
@@ -251,14 +252,31 @@ def table_tennis_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
 def toperl(config: OnPolicyConfig, **changes: Any) -> OffPolicyConfig:
     """The same motion and trust region, without a schedule of its entropy; four episodes an iteration."""
     region = replace(config.trust_region, target_entropy=None)
-    changes |= {"precision": "float32", "episodes": 4, "evaluate_every": 10, "trust_region": region}
-    return replace(taken_over(config, OffPolicyConfig, "toperl"), **changes)
+    usual: dict[str, Any] = {"episodes": 4, "evaluate_every": 10, "precision": "float32"}
+    settings = usual | changes | {"trust_region": region}
+    return replace(taken_over(config, OffPolicyConfig, "toperl"), **settings)
 
 
 def hopper_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
     """Twice TCE's steps of the policy, and half of a batch of the best, as few episodes jump at first."""
     region = replace(config.trust_region, mean_bound=0.2, cov_bound=0.04)
     return toperl(replace(config, trust_region=region), iterations=400, replay=ReplayConfig(best=0.5))
+
+
+def box_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
+    """Box Pushing's short episodes: forty an iteration, read whole and in fewer pieces, and networks that can
+    tell how the box must be turned from how it lies."""
+    region = replace(config.trust_region, mean_bound=0.1)
+    return toperl(
+        replace(config, trust_region=region, policy=replace(config.policy, hidden_sizes=(256, 256))),
+        iterations=2500,
+        episodes=40,
+        evaluate_every=25,
+        epochs=40,
+        least_noise=0.0,
+        critic=SegmentCriticConfig(width=64, epochs=60),
+        replay=ReplayConfig(capacity=20_000, batch=128, pieces=10, segments=1),
+    )
 
 
 def metaworld_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
