@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def table(options: argparse.Namespace) -> str:
     return markdown_table(progress([run for (run,) in runs], of, columns, options.rows))
 
 
+@cache
 def measured() -> dict[tuple[str, str], RunData]:
     """Every run by the names of its grid and its own; the long one, where both tables have it."""
     every = [run for table in reversed(TABLES) for run in StudyTable(table, KINDS).select()]

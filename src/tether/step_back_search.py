@@ -56,29 +56,26 @@ class LineSearch:
 
     def propose(self, *, last: bool = False) -> float:
         """Where to measure next; more cautiously if nothing is found and there will be no other chance."""
-        far, far_curve = self._outside[-1]
-        if self.kept == 0.0:
+        outside, near = self._outside[-1], self.kept
+        far, _ = outside
+        if near == 0.0:
             # 0 itself is not to be measured.
             return max(self._nearer(_AIM / 2 if last else _AIM), far / 1000)
-        near = self.kept
         # A divergence that rounding made 0 says no more than that it is small.
-        near_curve = near**2 / max(self.divergence / self._budget, _SMALLEST)
-        slope = (far_curve - near_curve) / (far - near)
-        t = _crossing(near_curve - slope * near, slope, _AIM)
+        inside = near, near**2 / max(self.divergence / self._budget, _SMALLEST)
+        t = _crossing(outside, _at_zero(inside, outside), _AIM)
         return min(max(t, near + 0.01 * (far - near)), near + 0.9 * (far - near))
 
     def _nearer(self, aim: float) -> float:
         """Where this part of the budget is used, on the way from the nearest point outside to 0."""
-        far, far_curve = self._outside[-1]
-        if far_curve == 0.0:  # infinite there
+        far, curve = self._outside[-1]
+        if curve == 0.0:  # infinite there
             return far / 10
-        at_zero = far_curve
+        at_zero = curve
         if len(self._outside) > 1:
-            beyond, beyond_curve = self._outside[-2]
-            line = far_curve - (beyond_curve - far_curve) / (beyond - far) * far
             # Believed so far: a line that meets 0 sooner would leave next to nothing of the update.
-            at_zero = min(max(line, far_curve / 5), far_curve)
-        return _crossing(at_zero, (far_curve - at_zero) / far, aim)
+            at_zero = min(max(_at_zero(*self._outside[-2:]), curve / 5), curve)
+        return _crossing((far, curve), at_zero, aim)
 
     def note(self, t: float, divergence: float) -> None:
         """Take in what was measured at the point proposed."""
@@ -88,8 +85,16 @@ class LineSearch:
             self._outside.append((t, t**2 * self._budget / divergence))
 
 
-def _crossing(at_zero: float, slope: float, aim: float) -> float:
-    """Where t**2 / divergence = at_zero + slope * t and the divergence is this part of the budget."""
+def _at_zero(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Where a line through two points meets t = 0."""
+    (t, curve), (other, other_curve) = first, second
+    return curve - (other_curve - curve) / (other - t) * t
+
+
+def _crossing(point: tuple[float, float], at_zero: float, aim: float) -> float:
+    """Where the divergence is this part of the budget, on the line from its value at 0 through a point."""
+    t, curve = point
+    slope = (curve - at_zero) / t
     return (aim * slope + math.sqrt(max((aim * slope) ** 2 + 4 * aim * at_zero, 0.0))) / 2
 
 

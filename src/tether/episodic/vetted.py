@@ -268,7 +268,8 @@ def box_toperl(config: OnPolicyConfig) -> OffPolicyConfig:
     tell how the box must be turned from how it lies."""
     region = replace(config.trust_region, mean_bound=0.1)
     return toperl(
-        replace(config, trust_region=region, policy=replace(config.policy, hidden_sizes=(256, 256))),
+        replace(config, trust_region=region),
+        policy=replace(config.policy, hidden_sizes=(256, 256)),
         iterations=2500,
         episodes=40,
         evaluate_every=25,
