@@ -104,6 +104,12 @@ def box_sparse() -> OnPolicyConfig:
     )
 
 
+def box_seamless(config: OnPolicyConfig) -> OnPolicyConfig:
+    """How box and target are turned is told by directions: a box turned by a little left of 0 and one turned
+    by a little right of it look alike then, as with published quaternions they do not."""
+    return replace(config, env_options={**config.env_options, "turns": "direction"})
+
+
 def box_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
         config,

@@ -20,6 +20,7 @@ from tether.episodic.episodes import FloatArray
 from tether.errors import ConfigError
 
 BoxReward = Literal["dense", "sparse", "spatially_sparse"]
+BoxTurns = Literal["quaternion", "direction"]
 
 _SPEED_LIMIT = np.array([2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61])
 _TORQUE_LIMIT = np.array([90.0, 90.0, 90.0, 90.0, 12.0, 12.0, 12.0])
@@ -31,6 +32,7 @@ _BOX_LOW, _BOX_HIGH = np.array([0.3, -0.45, -0.01]), np.array([0.6, 0.45, -0.01]
 _NEAREST_TARGET = 0.3
 _SUCCESS_DISTANCE, _SUCCESS_ANGLE = 0.05, 0.5
 _REMEMBERED_STARTS = 1000
+_POSE_SIZE: dict[BoxTurns, int] = {"quaternion": 7, "direction": 6}
 
 
 class BoxPushingEnv(MujocoTaskEnv):
@@ -41,24 +43,40 @@ class BoxPushingEnv(MujocoTaskEnv):
     starts at a fixed place unless ``random_init``. ``info["success"]`` says whether the box is within 5 cm
     and 0.5 rad of it at present; the original says so at the last step alone.
 
+    A quaternion tells a turn by half its angle, from 0 to pi: boxes that are turned hardly to the left and hardly
+    to the right look opposite. What a policy has learned of one it does not know of the other.
+
     Args:
         reward: "dense" tells the distance to the target at every step; "sparse" at the last step alone
             (and punishes joint velocity there); "spatially_sparse" at the last step and only within
             10 cm of the target.
         random_init: draw where the box starts, too.
+        turns: how the observation tells how box and target are turned: "quaternion" as published, or
+            "direction", where the x axis of each points (3 each; the observation has 26 entries), which has
+            no such seam.
         options: of `MujocoTaskEnv`: render_mode, width, height, camera.
     """
 
     metadata = MujocoTaskEnv.metadata | {"render_fps": 50}
     horizon = 100
 
-    def __init__(self, *, reward: BoxReward = "dense", random_init: bool = False, **options: Any) -> None:
-        if reward not in get_args(BoxReward):
-            raise ConfigError(f"reward is one of {get_args(BoxReward)}; got {reward!r}.")
+    def __init__(
+        self,
+        *,
+        reward: BoxReward = "dense",
+        random_init: bool = False,
+        turns: BoxTurns = "quaternion",
+        **options: Any,
+    ) -> None:
+        for name, value, known in (("reward", reward, BoxReward), ("turns", turns, BoxTurns)):
+            if value not in get_args(known):
+                raise ConfigError(f"{name} is one of {get_args(known)}; got {value!r}.")
         options.setdefault("camera", "overview")
-        super().__init__("box_pushing.xml", frame_skip=10, action_size=7, observation_size=28, **options)
+        size = 14 + 2 * _POSE_SIZE[turns]
+        super().__init__("box_pushing.xml", frame_skip=10, action_size=7, observation_size=size, **options)
         self.reward = reward
         self.random_init = random_init
+        self.turns = turns
         self._box = self.model.body("box_0").id
         self._target = self.model.body("replan_target_pos").id
         self._target_twin = self.model.body("target_pos").id
@@ -135,14 +153,11 @@ class BoxPushingEnv(MujocoTaskEnv):
         return -float(outside + np.maximum(speeds - _SPEED_LIMIT, 0).sum())
 
     def _observation(self) -> FloatArray:
-        data, box, target = self.data, self._box, self._target
-        return np.concatenate(
-            [
-                *(data.qpos[:7], data.qvel[:7]),
-                *(data.xpos[box], data.xquat[box]),
-                *(data.xpos[target], data.xquat[target]),
-            ]
-        )
+        data = self.data
+        # Rows of xmat are 3 x 3 matrices, whose first columns are the x axes.
+        turns = data.xquat if self.turns == "quaternion" else data.xmat[:, ::3]
+        poses = [of[body] for body in (self._box, self._target) for of in (data.xpos, turns)]
+        return np.concatenate([data.qpos[:7], data.qvel[:7], *poses])
 
 
 class BoxPushingAdapter(JointAdapter):
@@ -161,6 +176,8 @@ class BoxPushingAdapter(JointAdapter):
 
     def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
         super().__init__(env, env_id)
-        assert isinstance(env.unwrapped, BoxPushingEnv)
-        target = tuple(range(21, 28))
-        self.context_indices = (*range(7), *range(14, 21), *target) if env.unwrapped.random_init else target
+        task = env.unwrapped
+        assert isinstance(task, BoxPushingEnv)
+        pose = _POSE_SIZE[task.turns]
+        target = tuple(range(14 + pose, 14 + 2 * pose))
+        self.context_indices = (*range(7), *range(14, 14 + pose), *target) if task.random_init else target
