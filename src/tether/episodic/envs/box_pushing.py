@@ -43,7 +43,7 @@ class BoxPushingEnv(MujocoTaskEnv):
     starts at a fixed place unless ``random_init``. ``info["success"]`` says whether the box is within 5 cm
     and 0.5 rad of it at present; the original says so at the last step alone.
 
-    A quaternion tells a turn by half its angle, from 0 to pi: boxes that are turned hardly to the left and hardly
+    A quaternion tells a turn by half its angle, from 0 to pi: boxes turned a little to the left and a little
     to the right look opposite. What a policy has learned of one it does not know of the other.
 
     Args:
