@@ -177,10 +177,45 @@ def test_box_starts_with_the_rod_above_the_box_and_the_target_far_enough() -> No
         np.testing.assert_allclose(hand, [*box, 0.14], atol=5e-3)
 
 
-def test_random_box_starts_are_part_of_the_context() -> None:
-    with make_position_controlled("tether/BoxPushingDense-v0", random_init=True) as env:
+@pytest.mark.parametrize("turns", ["quaternion", "direction"])
+def test_random_box_starts_are_part_of_the_context(turns: str) -> None:
+    with make_position_controlled("tether/BoxPushingDense-v0", random_init=True, turns=turns) as env:
         start = env.reset(0)
     np.testing.assert_array_equal(start.context, np.delete(start.observation, range(7, 14)))
+
+
+def test_directions_tell_turns_without_a_seam_and_change_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published, seamless = (
+        gymnasium.make("tether/BoxPushingDense-v0", random_init=True, turns=turns)
+        for turns in ("quaternion", "direction")
+    )
+    action = np.full(7, 0.3)
+    for env in (published, seamless):
+        env.reset(seed=4)
+    for _ in range(30):
+        (observation, reward, *_), (told, same_reward, *_) = published.step(action), seamless.step(action)
+        np.testing.assert_array_equal(told[:17], observation[:17])
+        np.testing.assert_array_equal(told[20:23], observation[21:24])
+        for direction, (w, x, y, z) in ((told[17:20], observation[17:21]), (told[23:], observation[24:])):
+            x_axis = 1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)
+            np.testing.assert_allclose(direction, x_axis, atol=1e-12)
+        assert reward == same_reward
+
+    far_apart = {}
+    for name, env in (("quaternion", published), ("direction", seamless)):
+        inner: Any = env.unwrapped
+        starts = []
+        for angle in (0.01, 2 * np.pi - 0.01):
+            turned = np.array([0.4, 0.0, -0.01, np.sin(angle / 2), 0.0, 0.0, np.cos(angle / 2)])
+            there = np.array([0.5, 0.4, *turned[2:]])
+            places = iter((turned, there))
+            monkeypatch.setattr(inner, "_draw_place", lambda places=places: next(places))
+            starts.append(env.reset(seed=0)[0])
+        far_apart[name] = float(np.abs(starts[0] - starts[1]).max())
+    assert far_apart["quaternion"] == pytest.approx(2.0, abs=1e-3)
+    assert far_apart["direction"] == pytest.approx(2 * np.sin(0.01), rel=1e-9)
 
 
 def test_every_meta_world_task_is_registered() -> None:
@@ -356,6 +391,7 @@ def test_a_box_that_only_passes_its_target_succeeds_at_some_step_and_not_at_the_
         ("tether/HopperJump-v0", {"render_mode": "ansi"}, "rgb_array"),
         ("tether/HopperJump-v0", {"camera": "nowhere"}, "no camera 'nowhere'.*track"),
         ("tether/BoxPushingDense-v0", {"reward": "free"}, "dense.*sparse"),
+        ("tether/BoxPushingDense-v0", {"turns": "degrees"}, "turns.*quaternion.*degrees"),
         ("tether/TableTennis-v0", {"reward": "free"}, "dense.*final"),
         ("tether/TableTennis-v0", {"violations": "free"}, "executed.*refused"),
     ],

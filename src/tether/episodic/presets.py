@@ -34,7 +34,7 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "table-tennis-refusing-quick": vetted.table_tennis_refusing_quick,
 }
 """Name -> configuration: "paper" are published settings of TCE and "bbrl" the baseline's; "quick", "long",
-"high" and "toperl" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier tasks."""
+"high", "seamless" and "toperl" ones fit two cores; "fixed-start" and "refusing" are older, easier tasks."""
 
 VARIANT_OF: dict[str, str] = {}
 """Preset for another algorithm -> the preset of the same task and budget that it changes."""
