@@ -105,8 +105,8 @@ def box_sparse() -> OnPolicyConfig:
 
 
 def box_seamless(config: OnPolicyConfig) -> OnPolicyConfig:
-    """How box and target are turned is told by directions: a box turned by a little left of 0 and one turned
-    by a little right of it look alike then, as with published quaternions they do not."""
+    """Turns of box and target are told by directions, so that turns that are close look alike; of published
+    quaternions those on the two sides of half a turn look opposite."""
     return replace(config, env_options={**config.env_options, "turns": "direction"})
 
 

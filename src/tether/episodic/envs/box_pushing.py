@@ -43,8 +43,8 @@ class BoxPushingEnv(MujocoTaskEnv):
     starts at a fixed place unless ``random_init``. ``info["success"]`` says whether the box is within 5 cm
     and 0.5 rad of it at present; the original says so at the last step alone.
 
-    A quaternion tells a turn by half its angle, from 0 to pi: boxes turned a little to the left and a little
-    to the right look opposite. What a policy has learned of one it does not know of the other.
+    A quaternion tells a turn by half its angle: boxes turned by 179 degrees to the left and to the right are
+    two degrees apart and look opposite. What a policy has learned of one it does not know of the other.
 
     Args:
         reward: "dense" tells the distance to the target at every step; "sparse" at the last step alone
