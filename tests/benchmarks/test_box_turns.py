@@ -1,4 +1,4 @@
-"""Success of Box Pushing by turns: distances from half a turn in both tellings, counts, the table on the page."""
+"""Success of Box Pushing by turns: how far they are from half a turn, counts, the table on the page."""
 
 from __future__ import annotations
 
