@@ -1,8 +1,8 @@
 """How often Box Pushing succeeds, by how near turns are to where quaternions jump: a table of a page.
 
     tether episodic eval --run RUN --episodes 1216 --each each.csv
-    python benchmarks/box_turns.py --add box-pushing-dense-long 2271 each.csv
-    python benchmarks/box_turns.py
+    python -m benchmarks.box_turns --add box-pushing-dense-long 2271 each.csv
+    python -m benchmarks.box_turns
 
 The second keeps the mean motion's numbers of a run and iteration in benchmarks/results/robots/box-turns.csv.
 Turns by 179 degrees to the left and to the right are two degrees apart, and their quaternions opposite. A
@@ -18,6 +18,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
+from benchmarks.robot_evaluations import percent
 from numpy.typing import NDArray
 
 from tether.episodic.curves import markdown_table
@@ -46,8 +47,6 @@ def seam_distances(contexts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def kept() -> list[dict[str, str]]:
     """Every row of the file."""
-    if not KEPT.exists():
-        return []
     with KEPT.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -81,7 +80,7 @@ def table(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 def _share(parts: list[dict[str, str]]) -> str:
     starts, succeeded = (sum(int(part[name]) for part in parts) for name in ("starts", "succeeded"))
     share = proportion_interval(succeeded / starts, starts)
-    return f"{100 * share.value:.0f} % ({100 * share.low:.0f} to {100 * share.high:.0f})"
+    return percent(share.value, share.low, share.high)
 
 
 def main() -> None:

@@ -59,10 +59,15 @@ def rows(evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return found
 
 
+def percent(mean: float, low: float, high: float) -> str:
+    """A share and its interval."""
+    return f"{100 * mean:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+
 def _written(headline: str, measured: Mapping[str, Any]) -> str:
     mean, (low, high) = measured["mean"], measured["mean_interval"]
     if headline == "success":
-        return f"{100 * mean:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+        return percent(mean, low, high)
     return f"{mean:.3f} m ({low:.3f} to {high:.3f})"
 
 

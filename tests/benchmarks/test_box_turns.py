@@ -35,6 +35,7 @@ def test_mean_motions_are_counted_in_the_place_of_an_earlier_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(box_turns, "KEPT", tmp_path / "turns.csv")
+    box_turns.KEPT.write_text(",".join(box_turns.COLUMNS))
     yaws = np.array([[3.0, 0.0], [3.0, 0.0], [0.3, 0.0], [2.5, 0.0]])
     each = tmp_path / "each.csv"
     for success in ((1, 1, 1, 1), (1, 0, 1, 0)):

@@ -214,7 +214,7 @@ def test_directions_tell_turns_without_a_seam_and_change_nothing_else(
             monkeypatch.setattr(inner, "_draw_place", lambda places=places: next(places))
             starts.append(env.reset(seed=0)[0])
         far_apart[name] = float(np.abs(starts[0] - starts[1]).max())
-    assert far_apart["quaternion"] == pytest.approx(2.0, abs=1e-3)
+    assert far_apart["quaternion"] == pytest.approx(2 * np.cos(0.005), rel=1e-9)
     assert far_apart["direction"] == pytest.approx(2 * np.sin(0.01), rel=1e-9)
 
 

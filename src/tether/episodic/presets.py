@@ -19,7 +19,6 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "box-pushing-dense-paper": vetted.box_dense,
     "box-pushing-dense-quick": vetted.box_dense_quick,
     "box-pushing-dense-long": lambda: vetted.affordable(vetted.box_dense()),
-    "box-pushing-dense-seamless": lambda: vetted.box_seamless(vetted.affordable(vetted.box_dense())),
     "box-pushing-sparse-paper": vetted.box_sparse,
     "box-pushing-sparse-long": lambda: vetted.affordable(vetted.box_sparse()),
     "box-pushing-fixed-start-quick": vetted.box_fixed_start_quick,
@@ -34,7 +33,7 @@ PRESETS: dict[str, Callable[..., EpisodicConfig]] = {
     "table-tennis-refusing-quick": vetted.table_tennis_refusing_quick,
 }
 """Name -> configuration: "paper" are published settings of TCE and "bbrl" the baseline's; "quick", "long",
-"high", "seamless" and "toperl" ones fit two cores; "fixed-start" and "refusing" are older, easier tasks."""
+"high" and "toperl" ones fit two cores; "fixed-start" and "refusing" ones are of older, easier tasks."""
 
 VARIANT_OF: dict[str, str] = {}
 """Preset for another algorithm -> the preset of the same task and budget that it changes."""
@@ -56,7 +55,6 @@ add_variant("box-pushing-sparse-bbrl-long", "box-pushing-sparse-long", vetted.bo
 add_variant("box-pushing-dense-bbrl-quick", "box-pushing-dense-quick", vetted.box_bbrl)
 add_variant("box-pushing-fixed-start-bbrl-quick", "box-pushing-fixed-start-quick", vetted.box_bbrl)
 add_variant("box-pushing-sparse-bbrl", "box-pushing-sparse-paper", vetted.box_bbrl)
-add_variant("box-pushing-dense-bbrl-seamless", "box-pushing-dense-seamless", vetted.box_bbrl)
 add_variant("box-pushing-dense-toperl", "box-pushing-dense-long", vetted.box_toperl)
 add_variant("hopper-jump-bbrl", "hopper-jump-paper", vetted.hopper_bbrl)
 add_variant("hopper-jump-bbrl-quick", "hopper-jump-quick", vetted.hopper_bbrl)

@@ -104,12 +104,6 @@ def box_sparse() -> OnPolicyConfig:
     )
 
 
-def box_seamless(config: OnPolicyConfig) -> OnPolicyConfig:
-    """Turns of box and target are told by directions, so that turns that are close look alike; of published
-    quaternions those on the two sides of half a turn look opposite."""
-    return replace(config, env_options={**config.env_options, "turns": "direction"})
-
-
 def box_bbrl(config: OnPolicyConfig) -> OnPolicyConfig:
     return replace(
         config,

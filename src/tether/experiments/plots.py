@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ _FIXED_COLOURS = {
 
 LONGEST_BESIDE_ANOTHER = 18
 """Labels longer than this stand one below the other."""
+_TITLE_LINE = 40  # characters: a longer one would run into the next panel's
 
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
@@ -156,7 +158,7 @@ def _named(panels: Sequence[Panel]) -> list[str]:
 
 def _draw(axes: Axes, panel: Panel, labels: Sequence[str], theme: Theme) -> None:
     colours, places = palette(labels, theme), _colour_indices(labels)
-    axes.set_title(panel.title, loc="left")
+    axes.set_title(textwrap.fill(panel.title, _TITLE_LINE, break_long_words=False), loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     if panel.log:

@@ -15,9 +15,8 @@ import numpy as np
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, solve_inverse_kinematics
 from tether.episodic.envs.rotations import rotation_distance
-from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv, check_option
 from tether.episodic.episodes import FloatArray
-from tether.errors import ConfigError
 
 BoxReward = Literal["dense", "sparse", "spatially_sparse"]
 BoxTurns = Literal["quaternion", "direction"]
@@ -68,9 +67,8 @@ class BoxPushingEnv(MujocoTaskEnv):
         turns: BoxTurns = "quaternion",
         **options: Any,
     ) -> None:
-        for name, value, known in (("reward", reward, BoxReward), ("turns", turns, BoxTurns)):
-            if value not in get_args(known):
-                raise ConfigError(f"{name} is one of {get_args(known)}; got {value!r}.")
+        check_option("reward", reward, get_args(BoxReward))
+        check_option("turns", turns, get_args(BoxTurns))
         options.setdefault("camera", "overview")
         size = 14 + 2 * _POSE_SIZE[turns]
         super().__init__("box_pushing.xml", frame_skip=10, action_size=7, observation_size=size, **options)

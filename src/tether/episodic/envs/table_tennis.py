@@ -17,9 +17,9 @@ import mujoco
 import numpy as np
 
 from tether.episodic.controllers import PDController
-from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv, check_option
 from tether.episodic.episodes import FloatArray
-from tether.errors import ConfigError, SimulationError
+from tether.errors import SimulationError
 
 TableTennisReward = Literal["dense", "final"]
 Violations = Literal["executed", "refused"]
@@ -70,12 +70,8 @@ class TableTennisEnv(MujocoTaskEnv):
         violations: Violations = "refused",
         **options: Any,
     ) -> None:
-        for name, value, known in (
-            ("reward", reward, get_args(TableTennisReward)),
-            ("violations", violations, get_args(Violations)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is one of {known}; got {value!r}.")
+        check_option("reward", reward, get_args(TableTennisReward))
+        check_option("violations", violations, get_args(Violations))
         self.reward = reward
         self.random_init = random_init
         self.violations = violations
