@@ -17,6 +17,9 @@ from tether.projection import GaussianProjection
 
 GaussianConfigT = TypeVar("GaussianConfigT", bound=GaussianConfig)
 
+_ROUNDING = 1e-6
+"""Of an entropy summed in float32: to stay where the policy begins is no rise."""
+
 
 @dataclass(frozen=True)
 class SampledMotions(Motions):
@@ -39,7 +42,7 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
     """Draws the weights of whole motions from a Gaussian that depends on what is seen of the start.
 
     Raises:
-        ConfigError: the policy would see nothing of the environment.
+        ConfigError: the policy would see nothing of the environment, or the bound on its entropy would rise.
     """
 
     sets_covariance: ClassVar[bool] = False
@@ -57,6 +60,16 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
         with torch.no_grad():
             zeros = torch.zeros(1, size, dtype=self.dtype)
             self.initial_entropy = float(self.policy(zeros).entropy().mean())
+        self._check_entropy_falls()
+
+    def _check_entropy_falls(self) -> None:
+        target, initial = self.config.trust_region.target_entropy, self.initial_entropy
+        if target is not None and self.motion.num_weights * target > initial + abs(initial) * _ROUNDING:
+            raise ConfigError(
+                f"target_entropy is {target:g} nats a weight, but the policy begins with "
+                f"{initial / self.motion.num_weights:.3g}, from which its lower bound is to fall. Give a "
+                "lower target_entropy, or a larger init_std of the policy."
+            )
 
     @torch.no_grad()
     def act(self, starts: Starts, *, explore: bool = True) -> SampledMotions:
