@@ -494,7 +494,9 @@ def test_impossible_settings_are_refused(sampler: EpisodeSampler) -> None:
 def test_a_bound_on_the_entropy_that_would_rise_is_refused(sampler: EpisodeSampler) -> None:
     at_first = 0.5 * math.log(2 * math.pi * math.e) + math.log(0.5)  # of a weight with its init_std
     for target in (at_first, at_first - 1.0):
-        build(small_config(trust_region=TrustRegionConfig(target_entropy=target)), sampler)
+        for precision in ("float32", "float64"):
+            region = TrustRegionConfig(target_entropy=target)
+            build(small_config(trust_region=region, precision=precision), sampler)
     with pytest.raises(ConfigError, match=r"target_entropy is 57\.5 nats a weight.*begins with 0\.726"):
         build(small_config(trust_region=TrustRegionConfig(target_entropy=57.5)), sampler)
 

@@ -17,9 +17,6 @@ from tether.projection import GaussianProjection
 
 GaussianConfigT = TypeVar("GaussianConfigT", bound=GaussianConfig)
 
-_ROUNDING = 1e-6
-"""Of an entropy summed in float32: to stay where the policy begins is no rise."""
-
 
 @dataclass(frozen=True)
 class SampledMotions(Motions):
@@ -63,12 +60,13 @@ class MotionPolicyLearner(Learner[GaussianConfigT, SampledMotions]):
         self._check_entropy_falls()
 
     def _check_entropy_falls(self) -> None:
-        target, initial = self.config.trust_region.target_entropy, self.initial_entropy
-        if target is not None and self.motion.num_weights * target > initial + abs(initial) * _ROUNDING:
+        target, weights = self.config.trust_region.target_entropy, self.motion.num_weights
+        at_first = self.initial_entropy / weights
+        rounding = weights * torch.finfo(self.dtype).eps  # to stay where the policy begins is no rise
+        if target is not None and target > at_first + rounding:
             raise ConfigError(
-                f"target_entropy is {target:g} nats a weight, but the policy begins with "
-                f"{initial / self.motion.num_weights:.3g}, from which its lower bound is to fall. Give a "
-                "lower target_entropy, or a larger init_std of the policy."
+                f"target_entropy is {target:g} nats a weight, but the policy begins with {at_first:.3g}, "
+                "from which its bound is to fall. Give a lower target_entropy, or a larger policy.init_std."
             )
 
     @torch.no_grad()
