@@ -131,6 +131,15 @@ def test_typed_options_of_the_environment_stand_beside_the_presets(
     ]
 
 
+def test_a_branch_of_a_run_takes_other_settings_from_its_checkpoint_on(run: Path, tmp_path: Path) -> None:
+    origin, branch = run / "checkpoints" / "step-000004", tmp_path / "branch"
+    longer = (*TINY, "--iterations", "6", "--update.learning-rate", "1e-6", "--output", str(branch))
+    assert tether("episodic", "train", *longer, "--branch-from", str(origin), "--no-film") == 0
+    assert [row["step"] for row in content(branch)[0]] == [5, 6]
+    assert load_config(branch).update.learning_rate == 1e-6
+    assert tether("episodic", "eval", str(branch), "--episodes", "3") == 0
+
+
 def test_runs_do_not_share_a_default_folder() -> None:
     folders = {
         replace(options, settings=replace(options.settings, seed=seed)).folder()

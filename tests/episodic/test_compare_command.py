@@ -150,6 +150,14 @@ def test_a_run_from_before_a_setting_had_its_default(one_run: CompareConfig) -> 
         commands.check_same_run(replace(kept, settings=retired), run.folder(), run, "another folder")
 
 
+def test_a_branch_is_not_taken_for_a_run_with_its_settings(one_run: CompareConfig) -> None:
+    (run,) = comparison_runs(one_run)
+    kept = RunFolder.open(run.folder()).config
+    branch = kept.settings | {"branch_from": "runs/other/checkpoints/step-000050"}
+    with pytest.raises(ConfigError, match="begins with runs/other/checkpoints/step-000050, not with a new"):
+        commands.check_same_run(replace(kept, settings=branch), run.folder(), run, "another folder")
+
+
 def test_a_language_models_run_is_not_taken_for_a_robots(tmp_path: Path) -> None:
     config = CompareConfig(tmp_path, env=POINT, algos=("tce",), seeds=(0,))
     RunFolder.create(tmp_path / "tce-seed0", kind="llm", label="tce", seed=0, settings={}).close()

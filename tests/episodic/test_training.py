@@ -382,6 +382,68 @@ def test_a_resumed_run_must_be_the_same_run(uninterrupted: Path, monkeypatch: py
         train(tiny(), uninterrupted)
 
 
+def test_a_branch_goes_on_as_the_run_does_and_with_other_settings_otherwise(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    origin = uninterrupted / "checkpoints" / "step-000004"
+    same = tmp_path / "same"
+    train(tiny(), same, branch_from=origin)
+    assert_same_state(final_state(same), final_state(uninterrupted))
+    metrics, evals = content(uninterrupted)
+    assert content(same) == (
+        [row for row in metrics if row["step"] > 4],
+        [row for row in evals if row["step"] >= 4],
+    )
+
+    slow = tiny(iterations=8, update=replace(tiny().update, learning_rate=1e-6))
+    train(slow, tmp_path / "slow", branch_from=origin)
+    branched = RunFolder.open(tmp_path / "slow")
+    assert [row["step"] for row in branched.metrics()] == [5, 6, 7, 8]
+    assert content(tmp_path / "slow")[0][0] != content(same)[0][0]
+    assert load_config(tmp_path / "slow") == slow
+    assert branched.config.settings["branch_from"] == str(origin)
+
+
+def test_a_branch_killed_before_its_first_checkpoint_begins_there_again(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    origin, branch = tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "branch"
+    with monkeypatch.context() as patched:
+        patched.setattr(TCE, "update", lambda self, progress: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(tiny(), branch, branch_from=origin)
+    with pytest.raises(CheckpointError, match=r"branch_from: '.*step-000004' then, '\(not set\)' now"):
+        train(tiny(), branch, resume=True)
+    train(tiny(), branch, branch_from=origin, resume=True, until=5)
+    shutil.rmtree(tmp_path / "run")  # the branch has a checkpoint of its own by now
+    train(tiny(), branch, branch_from=origin, resume=True)
+    assert_same_state(final_state(branch), final_state(uninterrupted))
+    assert [row["step"] for row in RunFolder.open(branch).evals()] == [4, 5, 6]
+
+
+def test_a_branch_that_cannot_go_on_leaves_no_folder_behind(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, out = uninterrupted / "checkpoints", tmp_path / "branch"
+    refusals = [
+        (tiny(), uninterrupted, {}, CheckpointError, "is no checkpoint to branch from.*step-000050"),
+        (tiny(), checkpoints / "step-000005", {}, CheckpointError, r"it has those of steps \[4, 6\]"),
+        (tiny(), tmp_path / "no" / "checkpoints" / "step-000004", {}, CheckpointError, "no such folder"),
+        (tiny(seed=4), checkpoints / "step-000004", {}, ConfigError, "its run, seed 3; got 4"),
+        (tiny(), checkpoints / "step-000006", {}, ConfigError, "6 iterations behind.* to end after 6"),
+        (tiny(), checkpoints / "step-000004", {"until": 2}, ConfigError, "to end after 2.*a later until"),
+    ]
+    with monkeypatch.context() as patched:  # before environments are made, which may take long
+        patched.setattr("tether.episodic.train.EpisodeSampler", None)
+        for config, origin, options, error, words in refusals:
+            with pytest.raises(error, match=words):
+                train(config, out, branch_from=origin, **options)
+    with pytest.raises(CheckpointError, match="'policy' does not fit this run"):
+        train(tiny(policy=PolicyConfig((9,))), out, branch_from=checkpoints / "step-000004")
+    assert not out.exists()
+
+
 def test_a_trained_learner_is_loaded_and_evaluates_as_recorded(uninterrupted: Path) -> None:
     with EpisodeSampler("tether/PointReach-v0") as sampler:
         learner = load_learner(uninterrupted, sampler.spec)

@@ -19,6 +19,7 @@ from tether.episodic.render import render_motions
 from tether.episodic.run_kind import EPISODIC_RUNS, metric_text
 from tether.episodic.sampler import EpisodeSampler
 from tether.episodic.train import (
+    BRANCH_FROM,
     MAY_CHANGE,
     checkpoint_step,
     config_of,
@@ -28,6 +29,7 @@ from tether.episodic.train import (
 )
 from tether.errors import CheckpointError, ConfigError, MissingDependencyError, SimulationError
 from tether.experiments import RunConfig, RunFolder
+from tether.experiments.checkpoints import step_of
 from tether.experiments.files import atomic_write_json, atomic_write_text, csv_text, dump_json, load_json
 from tether.experiments.jobs import Job, run_jobs, usable_cores
 from tether.experiments.progress import TrainingProgress
@@ -56,16 +58,18 @@ def train_command(config: TrainConfig) -> RunFolder:
     settings, out = config.settings, config.folder()
     label = config.label or settings.algo
     done = _done(out) if config.resume else 0
+    begun = step_of(config.branch_from) if config.branch_from else None
     with TrainingProgress(
         config.end(),
         f"{label}, seed {settings.seed}",
-        done=done,
+        done=done or begun or 0,
         displayed=EPISODIC_RUNS.displayed,
     ) as progress:
         if config.resume and not done:  # who misspelt the folder is to know before hours pass
             progress.message(f"Nothing to resume in {out}: training begins.")
         run = train(
             settings, out, label=label, resume=config.resume, until=config.until,
+            branch_from=config.branch_from,
             trackers=(*config.report_to, *(("tensorboard",) if config.tensorboard else ())),
             report=lambda step, numbers: progress.update(step, **shown_numbers(out, numbers)),
             say=progress.message,
@@ -314,13 +318,18 @@ def check_same_run(kept: RunConfig, path: Path, asked: TrainConfig, remedy: str)
         remedy: what else the comparison may be given: "another output folder".
 
     Raises:
-        ConfigError: another label, or settings that differ in more than what changes no number of a run.
+        ConfigError: another label, a branch of a run, or settings that differ in more than what changes no
+            number of a run.
         CheckpointError: not an episodic run.
     """
     try:
         known = config_of(kept, path)
     except ConfigError as error:  # of a setting that there is no more
         raise ConfigError(f"{path}: {error} Give the comparison {remedy}.") from error
+    if origin := kept.settings.get(BRANCH_FROM):
+        raise ConfigError(
+            f"{path} begins with {origin}, not with a new policy. Give the comparison {remedy}."
+        )
     # Through JSON, so that tuples and lists compare equal.
     there, here = (
         RunConfig(kept.kind, label, config.seed, load_json(dump_json(config.as_dict())))

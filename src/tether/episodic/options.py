@@ -41,6 +41,10 @@ class TrainConfig:
     until: int | None = None
     """Stop after this iteration, to be resumed; the schedules still end with the last one."""
 
+    branch_from: Path | None = None
+    """Checkpoint of another run to begin with, e.g. runs/jump/checkpoints/step-000050: other settings may
+    count from there on. Iterations, schedules and random numbers go on from its own."""
+
     film: bool = True
     """Write figures/motion.mp4 at the end, the untrained motion beside the trained one."""
 

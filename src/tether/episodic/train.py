@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import pickle
 import signal
 import sys
@@ -24,7 +25,7 @@ from tether.episodic.run_kind import EPISODIC_RUNS
 from tether.episodic.sampler import EpisodeSampler
 from tether.errors import CheckpointError, ConfigError, SimulationError
 from tether.experiments import RunConfig, RunFolder, atomic_write_bytes, seed_everything
-from tether.experiments.checkpoints import Checkpoint, find_damage
+from tether.experiments.checkpoints import Checkpoint, find_damage, step_of
 from tether.experiments.files import dump_json, load_json
 from tether.experiments.interrupts import Interrupts
 from tether.experiments.run_start import check_target
@@ -36,6 +37,8 @@ _STATE_FILE = "state.pt"
 _STOPPING = "Stopping after this iteration, with a checkpoint. Again to stop at once without one."
 MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
 """Settings that change no number of a run."""
+BRANCH_FROM = "branch_from"
+"""What `config.json` calls the checkpoint that a run begins with."""
 
 
 def train(
@@ -45,6 +48,7 @@ def train(
     label: str | None = None,
     resume: bool = False,
     until: int | None = None,
+    branch_from: Path | None = None,
     trackers: Collection[str] = (),
     report: Report | None = None,
     say: Callable[[str], None] | None = None,
@@ -63,6 +67,9 @@ def train(
         until: stop after this iteration, with a checkpoint, and leave the run to be resumed. The schedules
             still end with `config.iterations`: this is for a look at the beginning of a long run. What it
             reached is evaluated, which leaves one row more than the unbroken run has.
+        branch_from: folder of another run's checkpoint (``RUN/checkpoints/step-000050``) to begin with
+            instead of a new policy. Iterations, steps, schedules and random numbers go on from there: with
+            that run's settings the branch is its continuation, and with others it shows what they change.
         trackers: what else gets every number: names of `tether.experiments.trackers`.
         report: called with (iteration, its metrics), from 1; and with each evaluation's.
         say: called with messages to whoever waits; they are printed to stderr by default.
@@ -72,13 +79,18 @@ def train(
 
     Raises:
         ConfigError: an unknown environment or algorithm, settings that do not fit it, the evaluation's own
-            seed, or a number that environment and algorithm both have.
-        CheckpointError: the folder holds another run.
+            seed, a branch of another seed or without an iteration to train, or a number that environment and
+            algorithm both have.
+        CheckpointError: the folder holds another run; the branch's checkpoint is missing, damaged or of
+            another environment, algorithm or network.
         SimulationError: a simulator failed; the message says in which iteration.
     """
     check_training_seed(config.seed)
     check_trackers(trackers)
-    check_target(Path(out), resume)  # before environments are made, which may take long
+    resuming = check_target(Path(out), resume)  # before environments are made, which may take long
+    last = config.iterations if until is None else min(until, config.iterations)
+    begun = resuming and _goes_on(RunFolder.open(out))
+    origin = None if branch_from is None or begun else _origin(branch_from, config.seed, last)
     torch.set_num_threads(config.learner_threads)
     settings = config.as_dict()
     seed = settings.pop("seed")
@@ -86,16 +98,18 @@ def train(
         seed_everything(seed)
         learner = build_learner(config, sampler.spec)
         _to_bytes(learner.state())  # what could not be saved is refused before time is spent
+        if origin is not None:  # and so is the policy of another environment
+            learner.load_state(_read_state(origin.path / _STATE_FILE)["agent"])
         settings |= {"headline": sampler.spec.headline}
+        settings |= {} if branch_from is None else {BRANCH_FROM: branch_from}
         with RunFolder.create(
             out, kind="episodic", label=label or config.algo, seed=seed, settings=settings,
             resume=resume, may_change=MAY_CHANGE, current_settings=_with_defaults, trackers=trackers,
         ) as run:  # fmt: skip
             loop = _Loop(learner, sampler, run, report or (lambda step, metrics: None))
-            loop.restore()
+            loop.restore(origin)
             if not run.finished:
                 with Interrupts(functools.partial(say or _print_to_stderr, _STOPPING)) as interrupts:
-                    last = config.iterations if until is None else min(until, config.iterations)
                     loop.run(last, interrupts)
     return run
 
@@ -112,13 +126,16 @@ class _Loop:
         self.report = report
         self.done = 0
         self.env_steps = 0
+        self.begins = True
 
-    def restore(self) -> None:
-        """Stand where the latest checkpoint stands, or at the beginning."""
+    def restore(self, origin: Checkpoint | None) -> None:
+        """Stand where the latest checkpoint stands, or where a branch begins, or at the beginning."""
         if self.run_folder.finished:
             return
         checkpoint = self.run_folder.latest_checkpoint()
         self.run_folder.truncate_after(checkpoint.step if checkpoint else -1)
+        self.begins = checkpoint is None
+        checkpoint = checkpoint or origin
         if checkpoint is None:
             return
         state = _read_state(checkpoint.path / _STATE_FILE)
@@ -128,7 +145,7 @@ class _Loop:
 
     def run(self, until: int, interrupts: Interrupts) -> None:
         config = self.learner.config
-        if self.done == 0:
+        if self.begins:
             self._evaluate()
         while self.done < until:
             metrics = self._iterate()
@@ -217,12 +234,7 @@ def load_learner(run_path: str | Path, spec: EnvSpec, step: int | None = None) -
         raise CheckpointError(
             f"{run_path} was trained in {config.env_id}; its motions mean nothing in {spec.env_id}."
         )
-    if damage := find_damage(chosen):
-        others = [one.step for one in RunFolder.open(run_path).checkpoints() if one.step != chosen.step]
-        raise CheckpointError(
-            f"{chosen.path} is damaged: {damage}. Restore the file, or give another step"
-            f"{f' ({others} are there)' if others else ', of which there is none'}."
-        )
+    _refuse_damaged(chosen, run_path)
     learner = build_learner(config, spec)
     learner.load_state(_read_state(chosen.path / _STATE_FILE)["agent"])
     return learner
@@ -235,6 +247,40 @@ def checkpoint_step(run_path: str | Path, step: int | None = None) -> int:
         CheckpointError: not a run, or no such checkpoint.
     """
     return _checkpoint(run_path, step).step
+
+
+def _goes_on(run: RunFolder) -> bool:
+    """Whether a run has something of its own to go on from, or has come to its end."""
+    return run.finished or bool(run.checkpoints())
+
+
+def _origin(path: Path, seed: int, last: int) -> Checkpoint:
+    """The checkpoint that a branch begins with, once it is certain that a run can go on from there."""
+    step = step_of(path)
+    if step is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint to branch from. Give one of a run, such as RUN/checkpoints/step-000050."
+        )
+    run_path = Path(os.path.abspath(path)).parents[1]
+    checkpoint = _checkpoint(run_path, step)
+    _refuse_damaged(checkpoint, run_path)
+    if (drawn := load_config(run_path).seed) != seed:
+        raise ConfigError(f"A branch goes on with the random numbers of its run, seed {drawn}; got {seed}.")
+    if last <= step:
+        raise ConfigError(
+            f"{path} has {step} iterations behind it, and training is to end after {last}. "
+            "Give more iterations, or a later until."
+        )
+    return checkpoint
+
+
+def _refuse_damaged(checkpoint: Checkpoint, run_path: str | Path) -> None:
+    if damage := find_damage(checkpoint):
+        others = [one.step for one in RunFolder.open(run_path).checkpoints() if one.step != checkpoint.step]
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {damage}. Restore the file, or give another step"
+            f"{f' ({others} are there)' if others else ', of which there is none'}."
+        )
 
 
 def _checkpoint(run_path: str | Path, step: int | None) -> Checkpoint:
@@ -267,7 +313,7 @@ def config_of(config: RunConfig, run_path: str | Path) -> EpisodicConfig:
 
 
 def _config_of(current: Mapping[str, Any], seed: int) -> EpisodicConfig:
-    settings = {name: value for name, value in current.items() if name != "headline"}
+    settings = {name: value for name, value in current.items() if name not in ("headline", BRANCH_FROM)}
     return config_from_dict(settings | {"seed": seed})
 
 
