@@ -79,8 +79,19 @@ class BoxPushingEnv(MujocoTaskEnv):
         self._target = self.model.body("replan_target_pos").id
         self._target_twin = self.model.body("target_pos").id
         self._rod = self.model.body("push_rod").id
-        self._rod_tip = self.model.site("rod_tip").id
         self._joints_above: dict[bytes, FloatArray] = {}
+        self._beyond = np.empty((3, 7))
+        self._watch(self.data, self.model.site("rod_tip").id)
+
+    def _watch(self, data: Any, rod_tip: int) -> None:
+        """Views of the simulator's state: to look them up takes as long as what is done with them."""
+        self._joints, self._speeds, self._gravity = data.qpos[:7], data.qvel[:7], data.qfrc_bias[:7]
+        self._box_place, self._target_place = data.xpos[self._box], data.xpos[self._target]
+        self._box_turn, self._target_turn = data.xquat[self._box], data.xquat[self._target]
+        self._rod_turn, self._tip_place = data.xquat[self._rod], data.site_xpos[rod_tip]
+        turns = data.xquat if self.turns == "quaternion" else data.xmat[:, ::3]  # the first columns: x axes
+        poses = [of[body] for body in (self._box, self._target) for of in (data.xpos, turns)]
+        self._observed = (self._joints, self._speeds, *poses)
 
     def _begin(self) -> None:
         box = self._draw_place() if self.random_init else _FIXED_BOX
@@ -114,13 +125,13 @@ class BoxPushingEnv(MujocoTaskEnv):
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
         torque = _TORQUE_SCALE * action
-        at_motors = np.clip(torque + self.data.qfrc_bias[:7], -_TORQUE_LIMIT, _TORQUE_LIMIT)
+        at_motors = np.minimum(np.maximum(torque + self._gravity, -_TORQUE_LIMIT), _TORQUE_LIMIT)
         self._simulate(at_motors, self.frame_skip)
         effort = float(np.square(torque).sum())
         self._energy += effort
         last = self._steps >= self.horizon
-        distance = float(np.linalg.norm(self.data.xpos[self._box] - self.data.xpos[self._target]))
-        angle = rotation_distance(self.data.xquat[self._box], self.data.xquat[self._target])
+        distance = _length(self._box_place - self._target_place)
+        angle = rotation_distance(self._box_turn, self._target_turn)
         return self._reward(last, effort, distance, angle), {
             "success": distance < _SUCCESS_DISTANCE and angle < _SUCCESS_ANGLE,
             "goal_distance": distance,
@@ -130,32 +141,36 @@ class BoxPushingEnv(MujocoTaskEnv):
 
     def _reward(self, last: bool, effort: float, distance: float, angle: float) -> float:
         turn = angle / np.pi
-        to_box = float(np.linalg.norm(self.data.xpos[self._box] - self.data.site_xpos[self._rod_tip]))
+        to_box = _length(self._box_place - self._tip_place)
         reward = self._limit_penalty() - 2.0 * min(max(to_box, 0.05), 100.0)
-        tilt = rotation_distance(self.data.xquat[self._rod], _ROD_DOWN)
+        tilt = rotation_distance(self._rod_turn, _ROD_DOWN)
         if tilt > np.pi / 4:
             reward -= tilt / np.pi
         if self.reward == "dense":
             return reward - 3.5 * distance - turn - 0.0005 * effort
         reward -= 0.02 * effort
         if last and self.reward == "sparse":
-            reward -= 350.0 * distance + 100.0 * turn + 50.0 * float(np.linalg.norm(self.data.qvel[:7]))
+            reward -= 350.0 * distance + 100.0 * turn + 50.0 * _length(self._speeds)
         elif last and distance < 0.1:
             reward += 300.0 - min(1050.0 * distance, 100.0) - min(150.0 * turn, 100.0)
         return reward
 
     def _limit_penalty(self) -> float:
         """Minus how far the joints are outside of their range and speed limits, in rad and rad/s."""
-        joints, speeds = self.data.qpos[:7], np.abs(self.data.qvel[:7])
-        outside = np.maximum(joints - JOINT_HIGH, 0).sum() + np.maximum(JOINT_LOW - joints, 0).sum()
-        return -float(outside + np.maximum(speeds - _SPEED_LIMIT, 0).sum())
+        above, below, fast = self._beyond
+        np.subtract(self._joints, JOINT_HIGH, out=above)
+        np.subtract(JOINT_LOW, self._joints, out=below)
+        np.subtract(np.abs(self._speeds), _SPEED_LIMIT, out=fast)
+        high, low, speed = np.maximum(self._beyond, 0.0, out=self._beyond).sum(axis=1).tolist()
+        return -(high + low + speed)
 
     def _observation(self) -> FloatArray:
-        data = self.data
-        # Rows of xmat are 3 x 3 matrices, whose first columns are the x axes.
-        turns = data.xquat if self.turns == "quaternion" else data.xmat[:, ::3]
-        poses = [of[body] for body in (self._box, self._target) for of in (data.xpos, turns)]
-        return np.concatenate([data.qpos[:7], data.qvel[:7], *poses])
+        return np.concatenate(self._observed)
+
+
+def _length(vector: FloatArray) -> float:
+    """As np.linalg.norm, which takes twice as long for a few numbers."""
+    return math.sqrt(vector.dot(vector))
 
 
 class BoxPushingAdapter(JointAdapter):
