@@ -426,7 +426,11 @@ def test_a_branch_that_cannot_go_on_leaves_no_folder_behind(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints, out = uninterrupted / "checkpoints", tmp_path / "branch"
+    shutil.copytree(uninterrupted, tmp_path / "broken")
+    broken = tmp_path / "broken" / "checkpoints" / "step-000004"
+    (broken / "state.pt").write_bytes(cut((broken / "state.pt").read_bytes()))
     refusals = [
+        (tiny(), broken, {}, CheckpointError, r"state\.pt has 100 bytes.*another step \(\[6\] are there\)"),
         (tiny(), uninterrupted, {}, CheckpointError, "is no checkpoint to branch from.*step-000050"),
         (tiny(), checkpoints / "step-000005", {}, CheckpointError, r"it has those of steps \[4, 6\]"),
         (tiny(), tmp_path / "no" / "checkpoints" / "step-000004", {}, CheckpointError, "no such folder"),
@@ -441,6 +445,8 @@ def test_a_branch_that_cannot_go_on_leaves_no_folder_behind(
                 train(config, out, branch_from=origin, **options)
     with pytest.raises(CheckpointError, match="'policy' does not fit this run"):
         train(tiny(policy=PolicyConfig((9,))), out, branch_from=checkpoints / "step-000004")
+    with pytest.raises(CheckpointError, match="checkpoint is of algo 'tce', but this is 'bbrl'"):
+        train(tiny(algo="bbrl"), out, branch_from=checkpoints / "step-000004")
     assert not out.exists()
 
 

@@ -58,11 +58,11 @@ def train_command(config: TrainConfig) -> RunFolder:
     settings, out = config.settings, config.folder()
     label = config.label or settings.algo
     done = _done(out) if config.resume else 0
-    begun = step_of(config.branch_from) if config.branch_from else None
+    branched_at = step_of(config.branch_from) if config.branch_from else None
     with TrainingProgress(
         config.end(),
         f"{label}, seed {settings.seed}",
-        done=done or begun or 0,
+        done=done or branched_at or 0,
         displayed=EPISODIC_RUNS.displayed,
     ) as progress:
         if config.resume and not done:  # who misspelt the folder is to know before hours pass

@@ -13,7 +13,7 @@ import mujoco
 import numpy as np
 
 from tether.episodic.controllers import PDController
-from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, solve_inverse_kinematics
+from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, between, solve_inverse_kinematics
 from tether.episodic.envs.rotations import rotation_distance
 from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv, check_option
 from tether.episodic.episodes import FloatArray
@@ -78,19 +78,20 @@ class BoxPushingEnv(MujocoTaskEnv):
         self._box = self.model.body("box_0").id
         self._target = self.model.body("replan_target_pos").id
         self._target_twin = self.model.body("target_pos").id
-        self._rod = self.model.body("push_rod").id
         self._joints_above: dict[bytes, FloatArray] = {}
         self._beyond = np.empty((3, 7))
-        self._watch(self.data, self.model.site("rod_tip").id)
+        self._watch(self.data)
 
-    def _watch(self, data: Any, rod_tip: int) -> None:
+    def _watch(self, data: Any) -> None:
         """Views of the simulator's state: to look them up takes as long as what is done with them."""
+        box, target = self._box, self._target
         self._joints, self._speeds, self._gravity = data.qpos[:7], data.qvel[:7], data.qfrc_bias[:7]
-        self._box_place, self._target_place = data.xpos[self._box], data.xpos[self._target]
-        self._box_turn, self._target_turn = data.xquat[self._box], data.xquat[self._target]
-        self._rod_turn, self._tip_place = data.xquat[self._rod], data.site_xpos[rod_tip]
+        self._box_place, self._box_turn = data.xpos[box], data.xquat[box]
+        self._target_place, self._target_turn = data.xpos[target], data.xquat[target]
+        self._rod_turn = data.xquat[self.model.body("push_rod").id]
+        self._tip_place = data.site_xpos[self.model.site("rod_tip").id]
         turns = data.xquat if self.turns == "quaternion" else data.xmat[:, ::3]  # the first columns: x axes
-        poses = [of[body] for body in (self._box, self._target) for of in (data.xpos, turns)]
+        poses = self._box_place, turns[box], self._target_place, turns[target]
         self._observed = (self._joints, self._speeds, *poses)
 
     def _begin(self) -> None:
@@ -125,7 +126,7 @@ class BoxPushingEnv(MujocoTaskEnv):
 
     def _advance(self, action: FloatArray) -> tuple[float, dict[str, Any]]:
         torque = _TORQUE_SCALE * action
-        at_motors = np.minimum(np.maximum(torque + self._gravity, -_TORQUE_LIMIT), _TORQUE_LIMIT)
+        at_motors = between(-_TORQUE_LIMIT, torque + self._gravity, _TORQUE_LIMIT)
         self._simulate(at_motors, self.frame_skip)
         effort = float(np.square(torque).sum())
         self._energy += effort

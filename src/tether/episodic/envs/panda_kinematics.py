@@ -44,7 +44,7 @@ def solve_inverse_kinematics(
     jacobian = np.empty((6, model.nv))
     step, previous_error, iteration = 1e-3, np.inf, 0
     while True:
-        candidate = _between(JOINT_LOW, joints + step * velocity, JOINT_HIGH)
+        candidate = between(JOINT_LOW, joints + step * velocity, JOINT_HIGH)
         data.qpos[:7] = candidate
         mujoco.mj_kinematics(model, data)
         pose_error, error = _pose_error(data.xpos[hand], data.xquat[hand], position, orientation)
@@ -62,7 +62,7 @@ def solve_inverse_kinematics(
         iteration += 1
 
 
-def _between(low: Any, values: FloatArray, high: Any) -> FloatArray:
+def between(low: Any, values: FloatArray, high: Any) -> FloatArray:
     """As np.clip, which takes several times as long for a few numbers."""
     between: FloatArray = np.minimum(np.maximum(values, low), high)
     return between
@@ -75,8 +75,8 @@ def _pose_error(
     if turn.dot(orientation) < 0.0:  # the other name of the same turn is nearer
         turn = -turn
     feedback = np.empty(6)
-    feedback[:3] = offset = _between(-0.1, position - place, 0.1)
-    feedback[3:] = _between(-0.5, rotation_error(turn, orientation), 0.5)
+    feedback[:3] = offset = between(-0.1, position - place, 0.1)
+    feedback[3:] = between(-0.5, rotation_error(turn, orientation), 0.5)
     return feedback, float(np.square(offset).sum() + np.square(turn - orientation).sum())
 
 
