@@ -154,7 +154,7 @@ def test_what_mujoco_culls_better_changes_no_digit(
     bodies = xml.replace("<frame", "<body").replace("</frame", "</body")
     bodies, ours_alone = re.subn(r"(?s)<!-- Never in contact.*?-->(\s*<exclude [^>]*>)+", "", bodies)
     assert ours_alone == 1
-    assert xml.count("<exclude") == bodies.count("<exclude") + 9
+    assert xml.count("<exclude") == bodies.count("<exclude") + 5
     bodies = bodies.replace('meshdir="panda"', f'meshdir="{simulation.ASSETS / "panda"}"')
     (tmp_path / "box_pushing.xml").write_text(bodies, encoding="utf-8")
     with np.load(DATA / f"original_box_pushing_{name}.npz") as stored:
@@ -181,7 +181,7 @@ def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand(
     data = mujoco.MjData(model)
     pairs = [sorted((int(pair) >> 16, int(pair) & 0xFFFF)) for pair in model.exclude_signature]
     ours = [(near, far) for near, far in pairs if model.body_parentid[far] != near]
-    assert len(ours) == 9
+    assert len(ours) == 5
     for near, far in ours:
         joints, body = [], far
         while body != near:
