@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -360,19 +361,65 @@ def test_critic_fits_a_function_and_normalised_targets_reach_a_large_offset() ->
         config = CriticConfig((32,), "tanh", learning_rate=1e-2, epochs=300, normalise_targets=normalise)
         critic = Critic(config, 2, generator=torch.Generator().manual_seed(0))
         critic.observe(inputs)
-        critic.fit(torch.optim.Adam(critic.network.parameters(), lr=1e-2), inputs, targets)
+        lesson = critic.prepared(inputs, targets)
+        before = critic.loss(*lesson).item()
+        critic.fit(torch.optim.Adam(critic.network.parameters(), lr=1e-2), *lesson)
+        assert critic.loss(*lesson).item() < before
         with torch.no_grad():
             errors.append((critic(inputs) - targets).square().mean().sqrt().item())
     assert errors[1] < 15
     assert errors[0] > 1000  # the reason for the option: 300 steps of Adam cannot reach 3000
     with pytest.raises(InvalidInputError, match="targets hold NaN"):
-        critic.fit(torch.optim.Adam(critic.network.parameters()), inputs, targets * torch.nan)
+        critic.prepared(inputs, targets * torch.nan)
 
 
 @pytest.mark.parametrize("algo", ["tce", "bbrl"])
-def test_rewards_that_are_not_finite_are_named_although_policy_and_critic_learn_side_by_side(
-    algo: str, sampler: EpisodeSampler
+def test_the_critic_learns_on_while_the_next_motions_are_chosen_and_who_asks_for_it_waits(
+    algo: str, sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A fit that is kept waiting ends in the same state as one that is not."""
+    at_once, late = (build(small_config(algo), sampler) for _ in range(2))
+    beginning = sampler.random_state()
+    batches = [tried(at_once, sampler)]
+    learn(at_once, *batches[0], 0.0)
+    batches.append(tried(at_once, sampler))
+    metrics = learn(at_once, *batches[1], 0.5)
+
+    sampler.set_random_state(beginning)
+    tried(late, sampler)
+    may, fit = threading.Event(), Critic.fit
+
+    def held(critic: Critic, *lesson: Any) -> None:
+        assert may.wait(60)
+        fit(critic, *lesson)
+
+    monkeypatch.setattr(Critic, "fit", held)
+    learn(late, *batches[0], 0.0)
+    motions, _ = tried(late, sampler)  # while the fit waits
+    assert torch.equal(motions.weights, batches[1][0].weights)
+    threading.Timer(0.2, may.set).start()
+    held_back = learn(late, *batches[1], 0.5)
+    assert held_back["critic_error"] == metrics["critic_error"]
+    states = (late.state(), at_once.state())
+    for name in ("critic", "critic_optimizer"):
+        torch.testing.assert_close(*(state[name] for state in states), rtol=0, atol=0)
+
+
+def test_a_fit_that_fails_is_not_lost(sampler: EpisodeSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    learner = build(small_config(), sampler)
+    batch = tried(learner, sampler)
+    monkeypatch.setattr(Critic, "fit", fail)
+    learn(learner, *batch, 0.0)
+    for go_on in (learner.state, lambda: learn(learner, *batch, 0.5)):
+        with pytest.raises(MemoryError, match="no room"):
+            go_on()
+
+
+@pytest.mark.parametrize("algo", ["tce", "bbrl"])
+def test_rewards_that_are_not_finite_are_named_at_once(algo: str, sampler: EpisodeSampler) -> None:
     learner = build(small_config(algo), sampler)
     motions, episodes = tried(learner, sampler)
     with pytest.raises(InvalidInputError, match="targets hold NaN or infinity"):
@@ -389,11 +436,14 @@ def test_a_stride_fits_the_critic_on_every_nth_state_of_all_episodes_and_in_turn
     learner = build(replace(config, critic=critic), sampler)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def note(optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        seen.append((inputs, targets))
-        return 0.0
+    prepared = learner.critic.prepared
 
-    monkeypatch.setattr(learner.critic, "fit", note)
+    def note(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((inputs, targets))
+        return prepared(inputs, targets)
+
+    monkeypatch.setattr(learner.critic, "prepared", note)
+    monkeypatch.setattr(learner.critic, "fit", lambda *_: None)
     motions, episodes = tried(learner, sampler)
     firsts = set()
     for _ in range(40):

@@ -101,7 +101,7 @@ def test_a_run_folder_holds_every_iteration_and_evaluation(uninterrupted: Path) 
     assert [row["env_steps"] for row in metrics] == [200 * i for i in range(1, 7)]
     assert [(row["step"], row["env_steps"]) for row in evals] == [(0, 0), (2, 400), (4, 800), (6, 1200)]
     promised = {
-        "return_mean", "success", "kl_mean_part", "kl_cov_part", "entropy", "projected", "critic_loss",
+        "return_mean", "success", "kl_mean_part", "kl_cov_part", "entropy", "projected", "critic_error",
         "sampling_seconds", "critic_seconds", "policy_seconds", "learning_rate",
     }  # fmt: skip
     assert promised <= metrics[0].keys()

@@ -105,10 +105,11 @@ class Critic(nn.Module):
         if self.config.normalise_inputs:
             self.statistics.update(inputs)
 
-    def fit(self, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
-        """Regress on targets [N] from inputs [N, size] for the configured epochs; the last loss.
+    def prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Take targets [N] of inputs [N, size] into the statistics; what `fit` needs of both.
 
-        The loss is the mean squared error over the whole batch, of normalised targets if so configured.
+        Returns:
+            Inputs and targets [N, 1] as the network sees and predicts them: normalised if so configured.
 
         Raises:
             InvalidInputError: targets that are not finite.
@@ -116,14 +117,17 @@ class Critic(nn.Module):
         if not bool(torch.isfinite(targets).all()):
             raise InvalidInputError("The critic's targets hold NaN or infinity. Look at the rewards.")
         with torch.no_grad():
-            features = self.normalised(inputs)
             if self.config.normalise_targets:
                 self.target_statistics.update(targets[:, None])
-            wanted = self.target_statistics(targets[:, None])
-        loss = targets.new_zeros(())
+            return self.normalised(inputs), self.target_statistics(targets[:, None])
+
+    def loss(self, features: Tensor, wanted: Tensor) -> Tensor:
+        """Mean squared error on what `prepared` returned."""
+        return nn.functional.mse_loss(self.network(features), wanted)
+
+    def fit(self, optimizer: torch.optim.Optimizer, features: Tensor, wanted: Tensor) -> None:
+        """Regress on what `prepared` returned, in as many steps as configured, each on the whole batch."""
         for _ in range(self.config.epochs):
-            loss = nn.functional.mse_loss(self.network(features), wanted)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            self.loss(features, wanted).backward()
             optimizer.step()
-        return loss.item()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from tether.episodic.config import OnPolicyConfig
@@ -22,6 +23,9 @@ from tether.errors import InvalidInputError
 class OnPolicyLearner(MotionPolicyLearner[OnPolicyConfig]):
     """A Gaussian policy over motions that learns from the episodes of its last batch alone.
 
+    The critic's fit to a batch goes on after `update`, while the next episodes are run: motions are chosen
+    without it. Whoever asks for `critic` waits for it, and so does a checkpoint.
+
     Raises:
         ConfigError: settings that do not fit the environment.
     """
@@ -30,16 +34,28 @@ class OnPolicyLearner(MotionPolicyLearner[OnPolicyConfig]):
 
     def __init__(self, config: OnPolicyConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
-        self.critic = Critic(
+        self._critic = Critic(
             config.critic, self._critic_input_size(), generator=self.generator, dtype=self.dtype
         )
         self.policy_optimizer = adam(
             self.policy.parameters(), config.update.learning_rate, config.update.weight_decay
         )
         self.critic_optimizer = adam(
-            self.critic.network.parameters(), config.critic.learning_rate, config.critic.weight_decay
+            self._critic.network.parameters(), config.critic.learning_rate, config.critic.weight_decay
         )
         self._batch: tuple[SampledMotions, Episodes] | None = None
+        self._beside = ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
+        self._fit: Future[None] | None = None
+
+    @property
+    def critic(self) -> Critic:
+        """The critic, as soon as it has learned what it was given."""
+        if self._fit is not None:
+            self._fit.result()
+            self._fit = None
+        return self._critic
 
     @abstractmethod
     def _critic_input_size(self) -> int:
@@ -53,11 +69,18 @@ class OnPolicyLearner(MotionPolicyLearner[OnPolicyConfig]):
         self._batch = motions, episodes
 
     def update(self, progress: float) -> dict[str, float]:
-        """One iteration of learning from the observed batch, which is forgotten afterwards."""
+        """One iteration of learning from the observed batch, which is forgotten afterwards.
+
+        `critic_seconds` is what the critic's last fit took longer than the episodes beside it, and
+        `critic_error` its mean squared error on this batch before it learns from it.
+        """
         if self._batch is None:
             raise InvalidInputError("update learns from the episodes of observe; call that first.")
         (motions, episodes), self._batch = self._batch, None
-        return self._learn(motions, episodes, progress)
+        started = time.perf_counter()
+        _ = self.critic  # waits
+        waited = time.perf_counter() - started
+        return self._learn(motions, episodes, progress) | {"critic_seconds": waited}
 
     def parts(self) -> Mapping[str, Stateful]:
         return {
@@ -75,20 +98,16 @@ class OnPolicyLearner(MotionPolicyLearner[OnPolicyConfig]):
         critic_inputs: Tensor,
         targets: Tensor,
     ) -> dict[str, float]:
-        """Maximise the objective of the projected policy, while the critic learns targets [N] of its inputs.
+        """Maximise the objective of the projected policy, and let the critic learn targets [N] of its inputs.
 
-        The objective stands on what the critic said before, so that neither waits for the other. The policy
-        takes many small operations and the critic a few large ones: one after the other would leave half of
-        two cores idle. `critic_seconds` is what the critic took longer than the policy.
+        The objective stands on what the critic said before, so that the policy does not wait for it.
         """
-        started = time.perf_counter()
         self._set_learning_rates(progress)
-        with ThreadPoolExecutor(1) as beside:
-            improving = beside.submit(self._improve_policy, motions, progress, objective)
-            critic_loss = self.critic.fit(self.critic_optimizer, critic_inputs, targets)
-            metrics = improving.result()
-        critic_seconds = time.perf_counter() - started - metrics["policy_seconds"]
-        return metrics | {"critic_loss": critic_loss, "critic_seconds": critic_seconds}
+        lesson = self.critic.prepared(critic_inputs, targets)
+        with torch.no_grad():
+            error = self.critic.loss(*lesson).item()
+        self._fit = self._beside.submit(self.critic.fit, self.critic_optimizer, *lesson)
+        return self._improve_policy(motions, progress, objective) | {"critic_error": error}
 
     def _improve_policy(
         self, motions: SampledMotions, progress: float, objective: Callable[[WeightDistribution], Tensor]
