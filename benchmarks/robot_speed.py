@@ -1,11 +1,12 @@
-"""How long do the published budgets take? Iterations of each robot task, sampling and update apart.
+"""How long do the published budgets take? The beginning of each robot task's own training.
 
     python benchmarks/robot_speed.py
     python benchmarks/robot_speed.py --against ../before --rounds 3
 
 The presets of the long runs, and Hopper Jump's published one in float32 with a critic on every fifth state,
-with two simulators and motions that are small and smooth. With --against, a folder with another version of
-the repository, both are measured in turn.
+with two simulators. Counted is the second half of the iterations, evaluations between them included: by then
+motions are like a trained policy's, which take longer to simulate. With --against, a folder with another
+version of the repository, both are measured in turn.
 
 The bars are of the wall clock on two cores with nothing else to do. On a machine that others use as well, of
 which each case says how much, it tells little; the processor time beside it says more, where it is compared
@@ -16,12 +17,13 @@ Written to benchmarks/results/robots/speed.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ CORES = 2
 
 # Of the processor's time, on any system. A guest's is part of the user's.
 _BUSY = {"user", "nice", "system", "irq", "softirq", "steal", "interrupt", "dpc"}
+_PARTS = ("sampling_seconds", "policy_seconds", "critic_seconds")
 OTHERS_MATTER = 0.1
 """Cores that other processes use, from which on a wall clock says little."""
 
@@ -48,9 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, float]] = {
 }
 
 
-def processor_seconds(pids: list[int]) -> float:
-    """What processes have used so far."""
-    used = (psutil.Process(pid).cpu_times() for pid in pids)
+def processor_seconds() -> float:
+    """What this process and its workers have used so far."""
+    this = psutil.Process()
+    used = (process.cpu_times() for process in (this, *this.children(recursive=True)))
     return float(sum(times.user + times.system for times in used))
 
 
@@ -60,54 +64,49 @@ def busy_seconds() -> float:
     return float(sum(times[name] for name in times.keys() & _BUSY))
 
 
-def measure(case: str, iterations: int) -> list[dict[str, float]]:
-    """Seconds of some iterations of the package that is on the path."""
-    import numpy as np
-    import torch
+def machine() -> str:
+    """The processor's name, where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown processor'}, {os.cpu_count()} cores"
 
-    from tether.episodic.algorithms import build_learner
+
+def measure(case: str, iterations: int) -> list[dict[str, float]]:
+    """The later iterations of a training's beginning, with the package that is on the path."""
     from tether.episodic.presets import preset
     from tether.episodic.queue import changed
-    from tether.episodic.sampler import EpisodeSampler
+    from tether.episodic.train import train
 
-    torch.set_num_threads(int(os.environ.get("LEARNER_THREADS", "1")))
     name, settings, *_ = CASES[case]
-    config: Any = changed(preset(name), settings)
+    config: Any = changed(preset(name), {"num_workers": CORES, **settings})
+    marks: list[dict[str, float]] = []
+
+    def note(_: int, numbers: dict[str, float]) -> None:
+        if "sampling_seconds" in numbers:  # an iteration's, not an evaluation's
+            so_far = {
+                "seconds": time.perf_counter(),
+                "processor": processor_seconds(),
+                "busy": busy_seconds(),
+            }
+            marks.append(so_far | {part: numbers[part] for part in _PARTS})
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder) / "run", until=iterations, report=note)
     rows = []
-    with EpisodeSampler(config.env_id, CORES, 0, config.env_options) as sampler:
-        learner: Any = build_learner(config, sampler.spec)
-        pids = [process.pid for process in sampler._backend._processes]  # type: ignore[union-attr]
-        swing = np.sin(np.pi * np.linspace(0, 1, sampler.spec.horizon))[None, :, None] ** 2
-        for iteration in range(iterations + 1):
-            reach = np.random.default_rng(iteration).normal(
-                0, 0.05, (config.episodes, 1, sampler.spec.num_dof)
-            )
-            used, began, busy = processor_seconds(pids), time.perf_counter(), busy_seconds()
-            before = time.process_time()
-            starts = sampler.reset(config.episodes)
-            positions = starts.positions[:, None] + reach * swing
-            episodes = sampler.execute(positions, np.gradient(positions, sampler.spec.dt, axis=1))
-            sampled, simulated = time.perf_counter(), processor_seconds(pids) - used
-            own = time.process_time()
-            learner.observe(learner.act(starts), episodes)
-            learner.update(0.0)
-            ended, learned = time.perf_counter(), time.process_time()
-            others = busy_seconds() - busy - (learned - before) - simulated
-            rows.append({
-                "steps": float(episodes.env_steps),
-                "sampling_seconds": sampled - began,
-                "update_seconds": ended - sampled,
-                "sampling_processor_seconds": simulated,
-                "update_processor_seconds": learned - own,
-                "others_cores": max(0.0, others) / (ended - began),
-            })  # fmt: skip
-    return rows[1:]
+    for before, after in itertools.pairwise(marks):
+        spent = {name: after[name] - before[name] for name in ("seconds", "processor", "busy")}
+        others = max(0.0, spent.pop("busy") - spent["processor"])
+        rows.append(
+            spent | {part: after[part] for part in _PARTS} | {"others_cores": others / spent["seconds"]}
+        )
+    return rows[len(rows) // 2 :]
 
 
-def in_tree(tree: Path, case: str, iterations: int, threads: int) -> list[dict[str, float]]:
+def in_tree(tree: Path, case: str, iterations: int) -> list[dict[str, float]]:
     """`measure` with the package of a tree."""
     command = [sys.executable, __file__, "--measure", case, "--iterations", str(iterations)]
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LEARNER_THREADS": str(threads)}
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{tree}: {case} failed.\n{done.stderr[-2000:]}")
@@ -115,16 +114,13 @@ def in_tree(tree: Path, case: str, iterations: int, threads: int) -> list[dict[s
     return rows
 
 
-def summary(case: str, rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of an iteration, and what the budget takes."""
-    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+def summary(case: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Means of an iteration over all rounds, and what the budget takes by each of them."""
+    rows = [row for found in rounds for row in found]
     *_, iterations, bar = CASES[case]
-    seconds = found["sampling_seconds"] + found["update_seconds"]
-    return found | {
-        "steps_a_second": found["steps"] / seconds,
-        "hours": iterations * seconds / 3600,
-        "bar_hours": bar,
-    }
+    hours = [iterations * statistics.fmean(row["seconds"] for row in found) / 3600 for found in rounds]
+    means = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+    return means | {"hours": hours, "bar_hours": bar}
 
 
 def main() -> None:
@@ -132,9 +128,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", type=Path, help="folder with another version of the repository")
-    parser.add_argument("--iterations", type=int, default=3, help="of each case in a round")
+    parser.add_argument("--iterations", type=int, default=80, help="of each case in a round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of learning; more show in the wall clock")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -142,35 +137,27 @@ def main() -> None:
         sys.stdout.write(json.dumps(measure(options.measure, options.iterations)))
         return
     trees = {"now": ROOT} | ({"before": options.against.resolve()} if options.against else {})
-    cases: dict[str, Any] = {}
-    for case in options.only:
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-        for _ in range(options.rounds):
-            for name, tree in trees.items():
-                rows[name] += in_tree(tree, case, options.iterations, options.threads)
-        cases[case] = {name: summary(case, found) for name, found in rows.items()}
-        # Beside each case: others in the file may be of another call.
-        cases[case] |= {"threads": options.threads, "rounds": options.rounds, "load": os.getloadavg()}
-        for name in trees:
-            found = cases[case][name]
-            others = found["others_cores"]
+    found: dict[str, dict[str, list[Any]]] = {case: {name: [] for name in trees} for case in options.only}
+    for _ in range(options.rounds):  # each case once, then again: a machine changes its pace
+        for case, (name, tree) in itertools.product(options.only, trees.items()):
+            found[case][name].append(in_tree(tree, case, options.iterations))
+    summaries = {
+        case: {name: summary(case, rounds) for name, rounds in by_tree.items()}
+        for case, by_tree in found.items()
+    }
+    for case, by_tree in summaries.items():
+        for name, means in by_tree.items():
+            others = means["others_cores"]
             print(
-                f"{case}, {name}: sampling {found['sampling_seconds']:.2f} s and update "
-                f"{found['update_seconds']:.2f} s an iteration (processor time "
-                f"{found['sampling_processor_seconds']:.2f} and {found['update_processor_seconds']:.2f} s), "
-                f"{found['steps_a_second']:.0f} steps/s, {found['hours']:.2f} h "
-                f"(bar {found['bar_hours']:.2f} h)"
+                f"{case}, {name}: {means['seconds']:.2f} s an iteration (sampling "
+                f"{means['sampling_seconds']:.2f}, policy {means['policy_seconds']:.2f}, then critic "
+                f"{means['critic_seconds']:.2f}; processor time {means['processor']:.2f} s), "
+                f"{min(means['hours']):.2f} to {max(means['hours']):.2f} h (bar {means['bar_hours']:.2f} h)"
                 + (f"; other processes used {others:.1f} cores meanwhile" if others > OTHERS_MATTER else ""),
                 flush=True,
             )
-    if RESULTS.exists():
-        kept = json.loads(RESULTS.read_text())["cases"]
-        cases = {case: kept[case] for case in CASES if case in kept} | cases
-    record = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "cases": cases,
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record = kept | {case: {"machine": machine(), **by_tree} for case, by_tree in summaries.items()}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -145,7 +145,7 @@ def test_the_ball_on_bat_collider_is_all_that_differs_in_table_tennis(episode: i
 def test_what_mujoco_culls_better_changes_no_digit(
     name: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Geoms of the world and pairs that are never compared, beside a body for each geom and all pairs.
+    """Geoms of the world and pairs that are spared, beside a body for each geom and all pairs.
 
     On all recorded episodes, and on their actions from other starts.
     """
@@ -154,7 +154,8 @@ def test_what_mujoco_culls_better_changes_no_digit(
     bodies = xml.replace("<frame", "<body").replace("</frame", "</body")
     bodies, ours_alone = re.subn(r"(?s)<!-- Never in contact.*?-->(\s*<exclude [^>]*>)+", "", bodies)
     assert ours_alone == 1
-    assert xml.count("<exclude") == bodies.count("<exclude") + 5
+    assert xml.count("<exclude") == bodies.count("<exclude") + 4
+    bodies = re.sub(r'contype="[24]" conaffinity="0"|conaffinity="[137]"', "", bodies)
     bodies = bodies.replace('meshdir="panda"', f'meshdir="{simulation.ASSETS / "panda"}"')
     (tmp_path / "box_pushing.xml").write_text(bodies, encoding="utf-8")
     with np.load(DATA / f"original_box_pushing_{name}.npz") as stored:
@@ -181,7 +182,8 @@ def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand(
     data = mujoco.MjData(model)
     pairs = [sorted((int(pair) >> 16, int(pair) & 0xFFFF)) for pair in model.exclude_signature]
     ours = [(near, far) for near, far in pairs if model.body_parentid[far] != near]
-    assert len(ours) == 5
+    assert len(ours) == 4
+    ours.append((model.body("panda_link1").id, model.body("panda_link3").id))
     for near, far in ours:
         joints, body = [], far
         while body != near:
@@ -199,3 +201,56 @@ def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand(
             mujoco.mj_kinematics(model, data)
             for one, other in itertools.product(*geoms):
                 assert mujoco.mj_geomDistance(model, data, one, other, 0.1, None) > 0.01
+
+
+def box_pushing() -> tuple[Any, Any]:
+    """Model, and data with the arm stretched upwards."""
+    model = mujoco.MjModel.from_xml_path(str(simulation.ASSETS / "box_pushing.xml"))
+    data = mujoco.MjData(model)
+    mujoco.mj_kinematics(model, data)
+    return model, data
+
+
+def test_the_lowest_links_never_come_near_the_room() -> None:
+    """They are spared of it. Joints to 0.1 rad beyond their limits; the first turns about the vertical."""
+    model, data = box_pushing()
+    low = [model.geom(f"panda_joint{i}:geom2").id for i in (1, 2, 3)]
+    room = np.flatnonzero(model.geom_conaffinity == 1)
+    assert np.flatnonzero(model.geom_contype == 2).tolist() == low
+    assert len(room) == 34
+    size = model.geom_size[room]
+    cylinders = model.geom_type[room] == mujoco.mjtGeom.mjGEOM_CYLINDER
+    size[cylinders] = size[cylinders][:, [0, 0, 1]]  # the box about it: radius, and half the length
+    shoulder, axes = data.xpos[model.body("panda_link2").id].copy(), data.geom_xmat[room].reshape(-1, 3, 3)
+    offset = np.abs(np.einsum("gji,gj->gi", axes, shoulder - data.geom_xpos[room]))
+    distance = np.linalg.norm(np.maximum(offset - size, 0.0), axis=1)
+    highest = data.geom_xpos[room, 2] + np.einsum("gi,gi->g", np.abs(axes[:, 2]), size)
+    bends = np.linspace(*(model.jnt_range[1] + np.array([-0.1, 0.1])), 120)
+    for bend, turn in itertools.product(bends, np.linspace(-3.2, 3.2, 60)):
+        data.qpos[1:3] = bend, turn
+        mujoco.mj_kinematics(model, data)
+        for geom in low:
+            mesh = model.geom_dataid[geom]
+            first, number = model.mesh_vertadr[mesh], model.mesh_vertnum[mesh]
+            vertices = model.mesh_vert[first : first + number] @ data.geom_xmat[geom].reshape(3, 3).T
+            vertices = vertices + data.geom_xpos[geom]
+            reach = np.linalg.norm(vertices - shoulder, axis=1).max()
+            assert ((distance > reach + 0.05) | (highest < vertices[:, 2].min() - 0.05)).all()
+
+
+def test_the_arm_does_not_reach_the_ground() -> None:
+    """It is spared of it: each geom's distance from the shoulder if all in between were in one line."""
+    model, data = box_pushing()
+    ground, shoulder = model.geom("ground:geom1").id, model.body("panda_link2").id
+    assert np.flatnonzero(model.geom_contype == 4).tolist() == [ground]
+    above_it = data.xpos[shoulder, 2] - data.geom_xpos[ground, 2]
+    for geom in range(model.geom("panda_joint1:geom2").id, model.ngeom):
+        body = int(model.geom_bodyid[geom])
+        if model.geom_conaffinity[geom] & 4:
+            assert model.body(body).name == "box_0"
+            continue
+        reach = model.geom_rbound[geom] + np.linalg.norm(model.geom_pos[geom])
+        while body > shoulder:  # link 1 turns about it
+            reach += np.linalg.norm(model.body_pos[body])
+            body = int(model.body_parentid[body])
+        assert reach < above_it
