@@ -2,16 +2,17 @@
 
     python benchmarks/robot_speed.py
     python benchmarks/robot_speed.py --against ../before --rounds 3
+    python benchmarks/robot_speed.py --page
 
 The presets of the long runs, and Hopper Jump's published one in float32 with a critic on every fifth state,
 with two simulators. Counted is the second half of the iterations, evaluations between them included: by then
-motions are like a trained policy's, which take longer to simulate. With --against, a folder with another
-version of the repository, both are measured in turn.
+motions touch things, which takes longer to simulate than the first policy's. With --against, a folder with
+another version of the repository, both are measured in turn.
 
 The bars are of the wall clock on two cores with nothing else to do. On a machine that others use as well, of
 which each case says how much, it tells little; the processor time beside it says more, where it is compared
 with that of another version.
-Written to benchmarks/results/robots/speed.json.
+Written to benchmarks/results/robots/speed.json, of which --page prints docs/episodic_results.md's table.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tether.episodic.curves import markdown_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "robots" / "speed.json"
@@ -123,6 +126,34 @@ def summary(case: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
     return means | {"hours": hours, "bar_hours": bar}
 
 
+def span(hours: list[float]) -> str:
+    """The shortest and the longest time, in words.
+
+    >>> span([0.843, 1.163]), span([0.06, 0.059]), span([3.32, 3.31])
+    ('51 to 70 minutes', '4 minutes', '3.3 h')
+    """
+    minutes = max(hours) < 2
+    ends = {f"{found * (60 if minutes else 1):.{0 if minutes else 1}f}" for found in (min(hours), max(hours))}
+    return f"{' to '.join(sorted(ends, key=float))} {'minutes' if minutes else 'h'}"
+
+
+def table(cases: dict[str, Any]) -> list[dict[str, str]]:
+    """What was measured of the present version, as a row for each task."""
+    return [
+        {
+            "": case,
+            "an iteration": f"{cases[case]['now']['seconds']:.2f} s",
+            "of it sampling and policy": " and ".join(
+                f"{cases[case]['now'][part]:.2f} s" for part in _PARTS[:2]
+            ),
+            "the budget takes": span(cases[case]["now"]["hours"]),
+            "wanted": span([bar]),
+        }
+        for case, (*_, bar) in CASES.items()
+        if case in cases
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,8 +162,12 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=80, help="of each case in a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--page", action="store_true", help="print the table of what was measured, no more")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.page:
+        print(markdown_table(table(json.loads(RESULTS.read_text()))))
+        return
     if options.measure:
         sys.stdout.write(json.dumps(measure(options.measure, options.iterations)))
         return
