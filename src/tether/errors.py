@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 
@@ -100,6 +100,18 @@ def check_at_least_one(name: str, value: int | None) -> None:
     """
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
+def check_option(name: str, value: object, known: Collection[str]) -> None:
+    """Refuse a setting that is none of the words known.
+
+    Raises:
+        ConfigError: naming it, the words and the value.
+
+    >>> check_option("activation", "tanh", ("relu", "tanh"))
+    """
+    if value not in known:
+        raise ConfigError(f"{name} is one of {', '.join(known)}; got {value!r}.")
 
 
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

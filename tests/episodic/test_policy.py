@@ -96,7 +96,7 @@ def test_projection_meets_both_bounds_and_reports_what_it_did(covariance: Covari
 
 
 def test_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ConfigError, match='covariance must be "full" or "diagonal"'):
+    with pytest.raises(ConfigError, match="covariance is one of full, diagonal; got"):
         PolicyConfig(covariance="banded")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"min_std=2\.0 and init_std=1\.0"):
         PolicyConfig(min_std=2.0)

@@ -20,7 +20,7 @@ from tether.episodic.critic import CriticConfig
 from tether.episodic.policy import PolicyConfig
 from tether.episodic.prodmp import ProDMPConfig
 from tether.episodic.segment_critic import SegmentCriticConfig
-from tether.errors import ConfigError, check_at_least_one
+from tether.errors import ConfigError, check_at_least_one, check_option
 from tether.projection.gaussian import GaussianMethod
 
 PolicyInput = Literal["observation", "context"]
@@ -151,8 +151,7 @@ class TrustRegionConfig:
             )
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
             raise ConfigError(f"target_entropy is a number of nats or None, got {self.target_entropy}.")
-        if self.method not in get_args(GaussianMethod):
-            raise ConfigError(f"method is one of {get_args(GaussianMethod)}; got {self.method!r}.")
+        check_option("method", self.method, get_args(GaussianMethod))
 
     def entropy_bound(self, initial: float, num_weights: int, progress: float) -> float | None:
         """The bound when the fraction `progress` of training is over.
@@ -258,8 +257,7 @@ class GaussianConfig(EpisodicConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, allowed in (("policy_input", PolicyInput), ("precision", Precision)):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(f"{name} is one of {get_args(allowed)}; got {getattr(self, name)!r}.")
+            check_option(name, getattr(self, name), get_args(allowed))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, check_option
 
 Activation = Literal["relu", "leaky_relu", "tanh"]
 
@@ -36,8 +36,7 @@ def build_mlp(
         >>> net(torch.zeros(5, 3)).shape
         torch.Size([5, 2])
     """
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"activation is one of {', '.join(_ACTIVATIONS)}; got {activation!r}.")
+    check_option("activation", activation, _ACTIVATIONS)
     sizes = (input_size, *hidden_sizes, output_size)
     if min(sizes) < 1:
         raise ConfigError(f"A network needs sizes of at least 1; got {sizes} (input, hidden, output).")

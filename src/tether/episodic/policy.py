@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tether.episodic.networks import Activation, build_mlp
-from tether.errors import ConfigError, InvalidInputError
+from tether.errors import ConfigError, InvalidInputError, check_option
 from tether.projection import (
     GaussianProjection,
     diagonal_gaussian_entropy,
@@ -54,8 +54,7 @@ class PolicyConfig:
     """Gain of the last layer: how much the first means differ between contexts."""
 
     def __post_init__(self) -> None:
-        if self.covariance not in get_args(Covariance):
-            raise ConfigError(f'covariance must be "full" or "diagonal", got {self.covariance!r}.')
+        check_option("covariance", self.covariance, get_args(Covariance))
         if not 0 < self.min_std < self.init_std:
             raise ConfigError(
                 f"Needed: 0 < min_std < init_std, got min_std={self.min_std} and init_std={self.init_std}."

@@ -33,6 +33,9 @@ from tether.experiments.trackers import check_trackers
 
 Report = Callable[[int, dict[str, float]], None]
 
+_Beginning = tuple[int, dict[str, Any]]
+"""Iterations done, and the state that training goes on with."""
+
 _STATE_FILE = "state.pt"
 _STOPPING = "Stopping after this iteration, with a checkpoint. Again to stop at once without one."
 MAY_CHANGE = ("num_workers", "checkpoint_every", "keep_checkpoints")
@@ -99,7 +102,7 @@ def train(
         learner = build_learner(config, sampler.spec)
         _to_bytes(learner.state())  # what could not be saved is refused before time is spent
         if origin is not None:  # and so is the policy of another environment
-            learner.load_state(_read_state(origin.path / _STATE_FILE)["agent"])
+            learner.load_state(origin[1]["agent"])
         settings |= {"headline": sampler.spec.headline}
         settings |= {} if branch_from is None else {BRANCH_FROM: branch_from}
         with RunFolder.create(
@@ -128,20 +131,21 @@ class _Loop:
         self.env_steps = 0
         self.begins = True
 
-    def restore(self, origin: Checkpoint | None) -> None:
+    def restore(self, origin: _Beginning | None) -> None:
         """Stand where the latest checkpoint stands, or where a branch begins, or at the beginning."""
         if self.run_folder.finished:
             return
         checkpoint = self.run_folder.latest_checkpoint()
         self.run_folder.truncate_after(checkpoint.step if checkpoint else -1)
         self.begins = checkpoint is None
-        checkpoint = checkpoint or origin
-        if checkpoint is None:
+        if checkpoint is not None:
+            origin = checkpoint.step, _read_state(checkpoint.path / _STATE_FILE)
+        if origin is None:
             return
-        state = _read_state(checkpoint.path / _STATE_FILE)
+        self.done, state = origin
         self.learner.load_state(state["agent"])
         self.sampler.set_random_state(state["sampler"])
-        self.done, self.env_steps = checkpoint.step, state["env_steps"]
+        self.env_steps = state["env_steps"]
 
     def run(self, until: int, interrupts: Interrupts) -> None:
         config = self.learner.config
@@ -254,8 +258,8 @@ def _goes_on(run: RunFolder) -> bool:
     return run.finished or bool(run.checkpoints())
 
 
-def _origin(path: Path, seed: int, last: int) -> Checkpoint:
-    """The checkpoint that a branch begins with, once it is certain that a run can go on from there."""
+def _origin(path: Path, seed: int, last: int) -> _Beginning:
+    """What a branch begins with, once it is certain that a run can go on from there."""
     step = step_of(path)
     if step is None:
         raise CheckpointError(
@@ -271,7 +275,7 @@ def _origin(path: Path, seed: int, last: int) -> Checkpoint:
             f"{path} has {step} iterations behind it, and training is to end after {last}. "
             "Give more iterations, or a later until."
         )
-    return checkpoint
+    return step, _read_state(checkpoint.path / _STATE_FILE)
 
 
 def _refuse_damaged(checkpoint: Checkpoint, run_path: str | Path) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 from tether.episodic.controllers import PDController
 from tether.episodic.envs.panda_kinematics import JOINT_HIGH, JOINT_LOW, between, solve_inverse_kinematics
 from tether.episodic.envs.rotations import rotation_distance
-from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv, check_option
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
 from tether.episodic.episodes import FloatArray
+from tether.errors import check_option
 
 BoxReward = Literal["dense", "sparse", "spatially_sparse"]
 BoxTurns = Literal["quaternion", "direction"]

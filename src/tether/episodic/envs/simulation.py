@@ -50,12 +50,6 @@ def raise_on_warnings(counts: NDArray[np.int32], time: float, where: str, step: 
             )
 
 
-def check_option(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse an environment's option that is none of the words known."""
-    if value not in known:
-        raise ConfigError(f"{name} is one of {known}; got {value!r}.")
-
-
 def keep_no_marks(model: Any) -> None:
     """Spare each step of the simulator the marks of what it tested for contacts, a byte for each triangle of
     every mesh, which only MuJoCo's own viewer shows: a sixth of the time with Meta-World's arm."""

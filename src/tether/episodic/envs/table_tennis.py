@@ -17,9 +17,9 @@ import mujoco
 import numpy as np
 
 from tether.episodic.controllers import PDController
-from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv, check_option
+from tether.episodic.envs.simulation import JointAdapter, MujocoTaskEnv
 from tether.episodic.episodes import FloatArray
-from tether.errors import SimulationError
+from tether.errors import SimulationError, check_option
 
 TableTennisReward = Literal["dense", "final"]
 Violations = Literal["executed", "refused"]
