@@ -1,8 +1,8 @@
 """How long do the published budgets take? The beginning of each robot task's own training.
 
-    python benchmarks/robot_speed.py
-    python benchmarks/robot_speed.py --against ../before --rounds 3
-    python benchmarks/robot_speed.py --page
+    python -m benchmarks.robot_speed
+    python -m benchmarks.robot_speed --against ../before --rounds 3
+    python -m benchmarks.robot_speed --page
 
 The presets of the long runs, and Hopper Jump's published one in float32 with a critic on every fifth state,
 with two simulators. Counted is the second half of the iterations, evaluations between them included: by then
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from benchmarks.bench.report import processor_name
+from benchmarks.sampler import processor_seconds
 
 from tether.episodic.curves import markdown_table
 
@@ -54,25 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, float]] = {
 }
 
 
-def processor_seconds() -> float:
-    """What this process and its workers have used so far."""
-    this = psutil.Process()
-    used = (process.cpu_times() for process in (this, *this.children(recursive=True)))
-    return float(sum(times.user + times.system for times in used))
-
-
 def busy_seconds() -> float:
     """What all processes of the machine have used so far, and what other machines took of its cores."""
     times = psutil.cpu_times()._asdict()
     return float(sum(times[name] for name in times.keys() & _BUSY))
-
-
-def machine() -> str:
-    """The processor's name, where the system tells it."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown processor'}, {os.cpu_count()} cores"
 
 
 def measure(case: str, iterations: int) -> list[dict[str, float]]:
@@ -108,9 +95,17 @@ def measure(case: str, iterations: int) -> list[dict[str, float]]:
 
 def in_tree(tree: Path, case: str, iterations: int) -> list[dict[str, float]]:
     """`measure` with the package of a tree."""
-    command = [sys.executable, __file__, "--measure", case, "--iterations", str(iterations)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.robot_speed",
+        "--measure",
+        case,
+        "--iterations",
+        str(iterations),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{tree}: {case} failed.\n{done.stderr[-2000:]}")
     rows: list[dict[str, float]] = json.loads(done.stdout)
@@ -192,7 +187,8 @@ def main() -> None:
                 flush=True,
             )
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    record = kept | {case: {"machine": machine(), **by_tree} for case, by_tree in summaries.items()}
+    machine = f"{processor_name()}, {os.cpu_count()} cores"
+    record = kept | {case: {"machine": machine, **by_tree} for case, by_tree in summaries.items()}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 

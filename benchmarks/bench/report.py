@@ -41,7 +41,7 @@ def write(
     sections[section] = {
         "command": command,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "clock": "processor time" if device.type == "cpu" else "wall time, queue emptied",
         "findings": entries,
@@ -98,7 +98,8 @@ def _from_json(entry: dict[str, Any]) -> Finding:
     return Finding(**known | {"ratio": Ratio(**entry["ratio"]), "bar": bar})
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Of this machine, where the system tells it; else its kind."""
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

@@ -176,10 +176,17 @@ def test_what_mujoco_culls_better_changes_no_digit(
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand() -> None:
-    """All places of the joints in between, to 0.1 rad beyond their limits, less than a centimetre apart."""
+def box_pushing() -> tuple[Any, Any]:
+    """Model, and data with the arm stretched upwards."""
     model = mujoco.MjModel.from_xml_path(str(simulation.ASSETS / "box_pushing.xml"))
     data = mujoco.MjData(model)
+    mujoco.mj_kinematics(model, data)
+    return model, data
+
+
+def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand() -> None:
+    """All places of the joints in between, to 0.1 rad beyond their limits, less than a centimetre apart."""
+    model, data = box_pushing()
     pairs = [sorted((int(pair) >> 16, int(pair) & 0xFFFF)) for pair in model.exclude_signature]
     ours = [(near, far) for near, far in pairs if model.body_parentid[far] != near]
     assert len(ours) == 4
@@ -201,14 +208,6 @@ def test_links_that_are_never_compared_cannot_touch_wherever_their_joints_stand(
             mujoco.mj_kinematics(model, data)
             for one, other in itertools.product(*geoms):
                 assert mujoco.mj_geomDistance(model, data, one, other, 0.1, None) > 0.01
-
-
-def box_pushing() -> tuple[Any, Any]:
-    """Model, and data with the arm stretched upwards."""
-    model = mujoco.MjModel.from_xml_path(str(simulation.ASSETS / "box_pushing.xml"))
-    data = mujoco.MjData(model)
-    mujoco.mj_kinematics(model, data)
-    return model, data
 
 
 def test_the_lowest_links_never_come_near_the_room() -> None:
