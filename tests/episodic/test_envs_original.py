@@ -253,3 +253,19 @@ def test_the_arm_does_not_reach_the_ground() -> None:
             reach += np.linalg.norm(model.body_pos[body])
             body = int(model.body_parentid[body])
         assert reach < above_it
+
+
+def test_nothing_else_is_spared_by_the_bits() -> None:
+    model, _ = box_pushing()
+    kinds = {1: "room", 3: "arm", 7: "box"}
+    kind_of = {
+        geom: {2: "low", 4: "ground"}.get(int(model.geom_contype[geom]))
+        or kinds[int(model.geom_conaffinity[geom])]
+        for geom in np.flatnonzero(model.geom_contype)
+    }
+    assert set(kind_of.values()) == {"room", "ground", "low", "arm", "box"}
+    for one, other in itertools.combinations(kind_of, 2):
+        types, affinities = model.geom_contype[[one, other]], model.geom_conaffinity[[other, one]]
+        pair = {kind_of[one], kind_of[other]}
+        spared = pair in ({"low"}, {"low", "room"}) or ("ground" in pair and "box" not in pair)
+        assert (types & affinities).any() != spared
